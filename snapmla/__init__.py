@@ -1,0 +1,35 @@
+"""SnapMLA: FP8 decoding for multi-head latent attention (arXiv 2602.10718), and the paper's experiments.
+
+    import snapmla
+    cache = snapmla.LatentCache.allocate(pages)
+    cache.append(content, rope, slot_mapping)
+    out, lse = snapmla.mla_decode(q, cache, block_table, cache_seqlens, softmax_scale)
+
+CPU tensors are computed by an emulation that rounds exactly where the FP8 kernels round.
+"""
+
+from snapmla.cache import LatentCache
+from snapmla.decode import merge_partials, mla_decode, mla_decode_quantized, quantize_q
+from snapmla.layout import BYTES_PER_TOKEN, KV_LORA_RANK, PAGE_SIZE, QK_HEAD_DIM, QK_ROPE_HEAD_DIM
+from snapmla.quantization import CONFIGS, QuantConfig, Quantized, dequantize, quantize_key, quantize_query
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BYTES_PER_TOKEN",
+    "CONFIGS",
+    "KV_LORA_RANK",
+    "PAGE_SIZE",
+    "QK_HEAD_DIM",
+    "QK_ROPE_HEAD_DIM",
+    "LatentCache",
+    "QuantConfig",
+    "Quantized",
+    "dequantize",
+    "merge_partials",
+    "mla_decode",
+    "mla_decode_quantized",
+    "quantize_key",
+    "quantize_q",
+    "quantize_query",
+]

@@ -1,0 +1,250 @@
+"""The operators `torch.ops.snapmla.*`: schemas, argument checks, CPU implementations and fake
+implementations.
+
+| operator | what it does (paper's name) |
+|---|---|
+| `quantize_q` | BF16 queries -> e4m3 content, aligned BF16 RoPE, scale (Fused-Q-Quant) |
+| `append_kv`, `append_kv_buffer` | quantize new tokens and write them to their cache slots (Fused-K-Append) |
+| `fetch_kv` | gather slots and dequantize them to BF16 (Fused-Fetch-Dequant) |
+| `mla_decode` | attention of quantized queries over the paged cache |
+
+CPU tensors go to the emulation, which rounds exactly where the FP8 kernels do. CUDA tensors are refused in
+this version: no kernels are built yet. `snapmla.cache.LatentCache` and `snapmla.decode` are the comfortable
+way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from snapmla.checks import check_cache, check_decode, check_query_parts, check_slots, check_tensor
+from snapmla.layout import (
+    KV_LORA_RANK,
+    PAGE_BYTES,
+    PAGE_SIZE,
+    QK_HEAD_DIM,
+    QK_ROPE_HEAD_DIM,
+    ROPE_OFFSET,
+    SCALE_OFFSET,
+)
+from snapmla.quantization import E4M3, Quantized, dequantize, quantize_key, quantize_query
+from snapmla.reference.emulated import emulated_attention
+
+
+@custom_op("snapmla::quantize_q", mutates_args=(), device_types="cpu")
+def quantize_q(q_content: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize BF16 queries [..., heads, 512] and [..., heads, 64]: e4m3 content, aligned BF16 RoPE, float32
+    scale [..., heads]."""
+    check_query_parts(q_content, q_rope)
+    content, rope, scale = quantize_query(q_content, q_rope)
+    return content, rope, scale.contiguous()
+
+
+@quantize_q.register_fake
+def _(q_content: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    check_query_parts(q_content, q_rope)
+    return (
+        q_content.new_empty(q_content.shape, dtype=E4M3),
+        q_rope.new_empty(q_rope.shape),
+        q_content.new_empty(q_content.shape[:-1], dtype=torch.float32),
+    )
+
+
+@custom_op(
+    "snapmla::append_kv", mutates_args=("content_cache", "rope_cache", "scale_cache"), device_types="cpu"
+)
+def append_kv(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+) -> None:
+    """Quantize tokens (content [tokens, 512], rope [tokens, 64], BF16) and write token i to slot
+    `slot_mapping[i]`; negative: skip.
+
+    The planes are separate tensors; for planes of one buffer take `append_kv_buffer` (torch.compile cannot
+    follow a mutation of views with different dtypes).
+    """
+    _append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
+
+
+@append_kv.register_fake
+def _(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+) -> None:
+    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
+
+
+@custom_op("snapmla::append_kv_buffer", mutates_args=("buffer",), device_types="cpu")
+def append_kv_buffer(content: Tensor, rope: Tensor, slot_mapping: Tensor, buffer: Tensor) -> None:
+    """`append_kv` for a cache in one buffer, uint8 [pages, 41216]."""
+    _append(content, rope, slot_mapping, *split_planes(buffer))
+
+
+@append_kv_buffer.register_fake
+def _(content: Tensor, rope: Tensor, slot_mapping: Tensor, buffer: Tensor) -> None:
+    _check_append(content, rope, slot_mapping, *split_planes(buffer))
+
+
+def split_planes(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The planes of a cache buffer (uint8 [pages, 41216], contiguous) as views: content, rope, scale
+    (layout.py)."""
+    check_tensor("buffer", buffer, shape=["pages", PAGE_BYTES], dtype=torch.uint8)
+    if not buffer.is_contiguous():
+        raise ValueError(f"buffer must be contiguous, got strides {list(buffer.stride())}.")
+    content, rope, scale = (
+        buffer[:, :ROPE_OFFSET],
+        buffer[:, ROPE_OFFSET:SCALE_OFFSET],
+        buffer[:, SCALE_OFFSET:],
+    )
+    return (
+        content.view(E4M3).unflatten(1, (PAGE_SIZE, KV_LORA_RANK)),
+        rope.view(torch.bfloat16).unflatten(1, (PAGE_SIZE, QK_ROPE_HEAD_DIM)),
+        scale.view(torch.float32),
+    )
+
+
+def _append(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+) -> None:
+    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
+    _check_slot_range("slot_mapping", slot_mapping, content_cache)
+    keep = slot_mapping >= 0
+    slots = slot_mapping[keep].long()
+    quantized = quantize_key(content[keep], rope[keep])
+    page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
+    content_cache.view(torch.uint8)[page, offset] = quantized.content.view(
+        torch.uint8
+    )  # index_put has no e4m3
+    rope_cache[page, offset] = quantized.rope
+    scale_cache[page, offset] = quantized.scale
+
+
+@custom_op("snapmla::fetch_kv", mutates_args=(), device_types="cpu")
+def fetch_kv(content_cache: Tensor, rope_cache: Tensor, scale_cache: Tensor, slots: Tensor) -> Tensor:
+    """Gather cache slots and dequantize them: BF16 [tokens, 576]; a negative slot gives a row of zeros."""
+    check_cache(content_cache, rope_cache, scale_cache)
+    check_slots("slots", slots, content_cache)
+    _check_slot_range("slots", slots, content_cache)
+    keep = slots >= 0
+    index = slots[keep].long()
+    page, offset = index // PAGE_SIZE, index % PAGE_SIZE
+    content = content_cache.view(torch.uint8)[page, offset].view(E4M3)
+    out = rope_cache.new_zeros(slots.shape[0], QK_HEAD_DIM)
+    out[keep] = dequantize(Quantized(content, rope_cache[page, offset], scale_cache[page, offset])).bfloat16()
+    return out
+
+
+@fetch_kv.register_fake
+def _(content_cache: Tensor, rope_cache: Tensor, scale_cache: Tensor, slots: Tensor) -> Tensor:
+    check_cache(content_cache, rope_cache, scale_cache)
+    check_slots("slots", slots, content_cache)
+    return rope_cache.new_empty(slots.shape[0], QK_HEAD_DIM)
+
+
+@custom_op("snapmla::mla_decode", mutates_args=("out", "lse"), device_types="cpu")
+def mla_decode(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    q_scale: Tensor,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Decode attention over the paged cache into out and lse; see `snapmla.decode.mla_decode_quantized`.
+
+    One emulated attention per sequence, on the tokens that its pages hold and no others.
+    """
+    check_cache(content_cache, rope_cache, scale_cache)
+    check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse)
+    pages, capacity = content_cache.shape[0], block_table.shape[1] * PAGE_SIZE
+    for i, length in enumerate(cache_seqlens.tolist()):
+        if not 0 <= length <= capacity:
+            raise ValueError(
+                f"cache_seqlens[{i}] must lie between 0 and the {capacity} tokens of block_table, got {length}."
+            )
+        used = block_table[i, : -(-length // PAGE_SIZE)].long()
+        if length and not 0 <= int(used.min()) <= int(used.max()) < pages:
+            raise ValueError(f"block_table[{i}] must hold pages from 0 to {pages - 1}, got {used.tolist()}.")
+        key = Quantized(
+            content_cache.view(torch.uint8)[used].view(E4M3).reshape(-1, KV_LORA_RANK)[:length],
+            rope_cache[used].reshape(-1, QK_ROPE_HEAD_DIM)[:length],
+            scale_cache[used].reshape(-1)[:length],
+        )
+        query = Quantized(q_nope[i], q_rope[i], q_scale[i])
+        out_i, lse_i = emulated_attention(query, key, softmax_scale, causal=causal)
+        out[i] = out_i.bfloat16()
+        lse[i] = lse_i.T
+
+
+@mla_decode.register_fake
+def _(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    q_scale: Tensor,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    check_cache(content_cache, rope_cache, scale_cache)
+    check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse)
+
+
+def _check_append(content: Tensor, rope: Tensor, slot_mapping: Tensor, *cache: Tensor) -> None:
+    check_tensor("content", content, shape=["tokens", KV_LORA_RANK], dtype=torch.bfloat16)
+    check_tensor("rope", rope, shape=[content.shape[0], QK_ROPE_HEAD_DIM], dtype=torch.bfloat16, like=content)
+    check_slots("slot_mapping", slot_mapping, content)
+    if slot_mapping.shape[0] != content.shape[0]:
+        raise ValueError(
+            f"slot_mapping must have {content.shape[0]} entries, one per token, got {slot_mapping.shape[0]}."
+        )
+    check_cache(*cache)
+
+
+def _check_slot_range(name: str, slots: Tensor, content_cache: Tensor) -> None:
+    capacity = content_cache.shape[0] * PAGE_SIZE
+    if slots.numel() and int(slots.max()) >= capacity:
+        raise IndexError(f"{name} must be below the cache's {capacity} slots, got {int(slots.max())}.")
+
+
+def refuse_cuda(name: str) -> Callable[..., None]:
+    """What a CUDA tensor is dispatched to while no kernel is built."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            f"snapmla::{name} has no CUDA kernel in this version: move the tensors to the CPU for the emulation."
+        )
+
+    return refuse
+
+
+for _op in (quantize_q, append_kv, append_kv_buffer, fetch_kv, mla_decode):
+    _op.register_kernel("cuda", refuse_cuda(_op._name))

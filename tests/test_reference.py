@@ -1,0 +1,187 @@
+"""The emulation against exact attention, and its options."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from paging import latents, queries
+
+from snapmla import merge_partials, quantize_key, quantize_query
+from snapmla.metrics import one_minus_cosine, relative_l2, rmse
+from snapmla.quantization import Quantized
+from snapmla.reference import (
+    PROMOTED,
+    SINGLE_ACCUMULATOR,
+    Accumulation,
+    Rules,
+    attend,
+    emulated_attention,
+    exact_attention,
+)
+from snapmla.reference.accumulation import add_aligned
+
+SCALE = 192**-0.5
+
+
+def unrounded(q, content, rope):
+    """Aligned and scaled like quantized values, but in float64 and not rounded."""
+    q_scale = quantize_query(q[..., :512], q[..., 512:]).scale.double()
+    k_scale = quantize_key(content, rope).scale.double()
+    q = q.double() / q_scale[..., None]
+    return (
+        Quantized(q[..., :512], q[..., 512:], q_scale),
+        Quantized(content.double() / k_scale[:, None], rope.double() / k_scale[:, None], k_scale),
+    )
+
+
+@pytest.mark.parametrize("block", [1, 16, 64, 100, 1000])
+@pytest.mark.parametrize("s_q", [1, 5])
+def test_algorithm_1_without_rounding_is_exact_attention(block, s_q):
+    """Scale fusion, block scales and rescaling cancel: what is left is float64 noise."""
+    content, rope = latents(333, rope=30.0)
+    content[::7] *= 100  # scales that differ from token to token
+    q = queries(1, s_q, 4)[0]
+    rules = Rules(block=block, p_rule="none")
+    out, lse = emulated_attention(*unrounded(q, content, rope), SCALE, rules=rules, dtype=torch.float64)
+    exact, exact_lse = exact_attention(q, content, rope, SCALE)
+    assert relative_l2(out, exact) < 1e-9
+    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=1e-9)
+
+
+def test_wrong_scale_fusion_would_be_seen():
+    """The test above can fail: without S_K in P' the result is far off."""
+    content, rope = latents(333)
+    content[::7] *= 100
+    q, k = unrounded(queries(1, 1, 4)[0], content, rope)
+    exact, _ = exact_attention(queries(1, 1, 4)[0], content, rope, SCALE)
+    unfused = Quantized(k.content * k.scale[:, None], k.rope * k.scale[:, None], torch.ones_like(k.scale))
+    out, _ = emulated_attention(q, unfused, SCALE, rules=Rules(p_rule="none"), dtype=torch.float64)
+    assert relative_l2(out, exact) < 1e-9  # the scale folded into the values is the same attention
+    dropped = Quantized(k.content, k.rope * k.scale[:, None], torch.ones_like(k.scale))
+    out, _ = emulated_attention(q, dropped, SCALE, rules=Rules(p_rule="none"), dtype=torch.float64)
+    assert relative_l2(out, exact) > 0.1
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 4.0])
+def test_fp8_error_is_small_and_bf16_error_smaller(sharpness):
+    content, rope = latents(2000)
+    q = queries(1, 2, 8, sharpness=sharpness)[0]
+    exact = attend("exact", q, content, rope, SCALE)
+    fp8, bf16 = (relative_l2(attend(v, q, content, rope, SCALE), exact) for v in ("snapmla", "bf16"))
+    assert bf16 < 0.01 < fp8 < 0.3
+
+
+def test_sharp_attention_does_not_overflow():
+    """After a block of negligible probabilities 1 / sigma_P is huge; the accumulator in those units stays finite."""
+    content, rope = latents(640)
+    rope.zero_()
+    rope[3, 0] = 90.0  # token 3 wins by more than float32's exponent range can hold
+    q = torch.zeros(1, 1, 576)
+    q[..., 512] = 1.0
+    out, lse = emulated_attention(
+        quantize_query(q[..., :512], q[..., 512:]), quantize_key(content, rope), 1.0
+    )
+    assert torch.isfinite(out).all()
+    assert relative_l2(out[0, 0], content[3]) < 0.05
+    assert lse.item() == pytest.approx(90.0, abs=0.5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 1000])
+def test_lse_of_flat_attention_is_the_log_of_the_length(length):
+    """Case 4."""
+    content, rope = latents(length)
+    q = torch.zeros(1, 3, 576)
+    _, lse = emulated_attention(quantize_query(q[..., :512], q[..., 512:]), quantize_key(content, rope), 1.0)
+    torch.testing.assert_close(lse, torch.full((1, 3), math.log(length)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", [0, 1, 63, 64, 65, 299, 300])
+def test_split_and_merge_equals_one_call(split):
+    """Case 4: within the emulation's own error, since the blocks of P shift; an empty part has weight 0."""
+    content, rope = latents(300)
+    q = queries(1, 1, 8)
+    query, key = quantize_query(q[0, ..., :512], q[0, ..., 512:]), quantize_key(content, rope)
+    whole, whole_lse = emulated_attention(query, key, SCALE)
+    exact, _ = exact_attention(q[0], content, rope, SCALE)
+    parts = [Quantized(*(x[part] for x in key)) for part in (slice(0, split), slice(split, 300))]
+    results = [emulated_attention(query, part, SCALE, causal=False) for part in parts]
+    outs = torch.stack([out.masked_fill(torch.isinf(lse)[..., None], torch.nan) for out, lse in results])
+    out, lse = merge_partials(outs[:, None], torch.stack([lse.T[None] for _, lse in results]))
+    assert relative_l2(out[0], exact) < 1.1 * relative_l2(whole, exact)
+    torch.testing.assert_close(lse[0].T, whole_lse, rtol=0, atol=1e-5)
+
+
+def test_merge_of_nothing_is_nothing():
+    outs = torch.full((2, 1, 1, 3, 512), torch.nan)
+    out, lse = merge_partials(outs, torch.full((2, 1, 3, 1), torch.inf))
+    assert (out == 0).all() and torch.isposinf(lse).all()
+
+
+@pytest.mark.parametrize("softmax_scale", [576**-0.5, 192**-0.5, 192**-0.5 * 1.87, 1.0])
+def test_softmax_scale_is_honoured(softmax_scale):
+    """Case 5."""
+    content, rope = latents(200)
+    q = queries(1, 1, 4)[0]
+    query, key = quantize_query(q[..., :512], q[..., 512:]), quantize_key(content, rope)
+    out, lse = emulated_attention(query, key, softmax_scale)
+    exact, exact_lse = exact_attention(q, content, rope, softmax_scale)
+    logit = (
+        q[..., :].float().norm(dim=-1).max() * torch.cat([content, rope], -1).float().norm(dim=-1).max()
+    ).item()
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=0.01 * logit * softmax_scale)
+    assert relative_l2(out, exact) < 0.25
+
+
+def test_aligned_addition_cuts_terms_off_below_the_largest():
+    terms = torch.tensor([[1.0, 2**-13, 2**-14, -(2**-14)], [2.0, 1.5 * 2**-13, 2**-12, 0.0]])
+    assert add_aligned(terms[..., None], 13).flatten().tolist() == [1 + 2**-13, 2 + 2**-12]
+    assert add_aligned(terms[..., None], 14).flatten().tolist() == [1 + 2**-13, 2 + 2**-13 + 2**-12]
+    assert add_aligned(torch.zeros(2, 3, 4), 13).eq(0).all()
+    assert add_aligned(torch.full((1, 2, 1), -1.0 - 2**-14), 13).item() == -2.0  # toward zero
+
+
+def flat_error(keys: int, mean: float, std: float, accumulation: Accumulation) -> float:
+    """Flat attention over values of this mean and deviation in e4m3 units, against float64 on the same values."""
+    generator = torch.Generator().manual_seed(0)
+    content = (torch.randn(keys, 64, generator=generator) * std + mean).to(torch.float8_e4m3fn)
+    key = Quantized(content, torch.zeros(keys, 64), torch.ones(keys))
+    query = Quantized(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64), torch.ones(1, 1))
+    out, _ = emulated_attention(query, key, 1.0, rules=Rules(accumulation=accumulation))
+    return relative_l2(out[0, 0].bfloat16(), content.double().mean(0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "mean", "std", "measured"),
+    [
+        (1024, 120, 16, 0.0125),
+        (4096, 120, 16, 0.077),
+        (16384, 120, 16, 0.385),
+        (4096, 40, 60, 0.038),
+        (4096, 0, 120, 0.0020),
+    ],
+)
+def test_tensor_core_model_gives_the_errors_measured_on_an_h200(keys, mean, std, measured):
+    """`measured`: one accumulator, swapped-PV sketch on an H200 (driver 580, CUDA 13.0), BF16 output."""
+    assert flat_error(keys, mean, std, SINGLE_ACCUMULATOR) == pytest.approx(measured, rel=0.06)
+
+
+def test_promoted_accumulation_keeps_the_error_from_growing():
+    """The project's guarantee: the error does not grow with the context."""
+    errors = [flat_error(keys, 120, 16, PROMOTED) for keys in (64, 1024, 16384)]
+    assert max(errors) < 2e-3 and errors[-1] < 1.2 * errors[0]
+
+
+def test_metrics():
+    x = torch.tensor([3.0, 4.0])
+    assert rmse(x + 1, x) == 1.0 and relative_l2(x * 1.1, x) == pytest.approx(0.1)
+    assert one_minus_cosine(x * 7, x) == pytest.approx(0, abs=1e-15)
+    assert one_minus_cosine(torch.tensor([4.0, -3.0]), x) == pytest.approx(1.0)
+    tiny = torch.tensor([3.0, 4.0 + 1e-6], dtype=torch.float64)
+    assert one_minus_cosine(tiny, x.double()) == pytest.approx((0.6e-6 / 5) ** 2 / 2, rel=1e-3)
+
+
+def test_unknown_variant_is_named():
+    with pytest.raises(ValueError, match="'config_e'"):
+        attend("config_e", queries(1, 1, 1)[0], *latents(4), 1.0)
