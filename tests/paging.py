@@ -63,7 +63,7 @@ class Paged:
 
 
 def paged(sequences: list[tuple[Tensor, Tensor]], *, spare_pages: int = 3, seed: int = 0) -> Paged:
-    """Append sequences (content, rope) to a poisoned cache, on shuffled pages, with a poisoned block table."""
+    """Append sequences (content, rope) to a poisoned cache, on shuffled pages, and a poisoned block table."""
     lengths = [content.shape[0] for content, _ in sequences]
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     total = sum(counts) + spare_pages

@@ -118,7 +118,8 @@ class TestScalesAreUsed:
 
 @pytest.mark.parametrize("token", range(128))
 def test_every_row_of_two_pages_is_itself(token):
-    """Case 7: token t = unit vector e_t * 2^(t mod 8) with a one-hot RoPE key; finds any permutation of rows or columns."""
+    """Case 7: token t = unit vector e_t * 2^(t mod 8) with a one-hot RoPE key; finds any
+    permutation of rows or columns."""
     tokens = torch.arange(128)
     content = torch.zeros(128, 512)
     content[tokens, 3 * tokens] = 2.0 ** (tokens % 8)
@@ -394,7 +395,7 @@ def test_import_is_light():
 
 
 def test_a_kernel_call_without_kernels_says_so():
-    """Case 17. What a CUDA tensor would be dispatched to, called by hand: no GPU is needed to see the message."""
+    """Case 17. What a CUDA tensor would be dispatched to, called by hand: no GPU is needed."""
     from snapmla.ops import refuse_cuda
 
     with pytest.raises(RuntimeError, match="snapmla::mla_decode has no CUDA kernel in this version"):

@@ -1,10 +1,16 @@
-"""How Hopper's tensor cores add products of e4m3 values.
+"""How Hopper's tensor cores add products of e4m3 values, bit by bit.
 
-At each step of 32 products an FP8 WGMMA aligns the 32 products and its accumulator to the largest exponent
-among them, cuts each off after 13 fraction bits (toward zero), and adds what is left. The instruction set does
-not document it; this model gives the errors measured on an H200 to two digits (flat attention, values of mean
-120 and standard deviation 16, one accumulator: 1.3% at 1k keys, 7.7% at 4k, 38% at 16k). Once the accumulator
-is 2^13 times larger than a product, the product is lost entirely: a long sum stalls.
+The instruction set does not say with how many bits an FP8 WGMMA adds to its float32 accumulator. Measured on an
+H200, each step of 32 products does this, and nothing else:
+
+1. Each product that is not zero gets the sum of its factors' exponents (a subnormal has the exponent -6, as in its
+   encoding), the accumulator its own. The largest of these 33 exponents, e, sets the last place: 2^(e - 13).
+2. The products and the accumulator are cut off at the last place, toward zero, and added exactly.
+3. The sum is cut off 13 fraction bits below its own leading bit, toward zero.
+
+So the accumulator is a float with 13 fraction bits, and once it is 2^13 times larger than a product, the product is
+lost entirely: a sum over a long context stalls. kernels/probes/fp8_accumulation.cu is the probe; its outputs are
+recorded in tests/data/ and this model equals every one of them.
 """
 
 from __future__ import annotations
@@ -17,37 +23,35 @@ from torch import Tensor
 MMA_K = 32
 """Products that one FP8 WGMMA instruction adds to its accumulator."""
 
+E4M3_MIN_EXPONENT = -6
+"""Exponent of e4m3's smallest normal numbers, and of its subnormals."""
+
 
 @dataclass(frozen=True)
 class Accumulation:
     """How the products of an attention block are summed.
 
     Attributes:
-        bits: fraction bits that survive the alignment at each step of 32 products; None adds in the arithmetic
-            type, without any loss beyond its own rounding.
-        promote: every block of keys starts a new tensor-core accumulator, which is added to the output in
-            float32; otherwise one accumulator runs through the whole sequence.
+        bits: fraction bits of the tensor core's accumulator (Hopper: 13); None adds in the arithmetic type, without
+            any loss beyond its own rounding.
+        promote: every block of keys starts a new tensor-core accumulator, which is added to the output in float32;
+            otherwise one accumulator runs through the whole sequence.
     """
 
     bits: int | None = None
     promote: bool = True
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        """a [rows, n] @ b [n, columns] in a fresh accumulator."""
-        return a @ b if self.bits is None else self._mma(a.new_zeros(a.shape[0], b.shape[1]), a, b)
+        """a [rows, n] @ b [n, columns] in a fresh accumulator; with `bits`, float32 tensors of e4m3 values."""
+        if self.bits is None:
+            return a @ b
+        return tensor_core_add(a.new_zeros(a.shape[0], b.shape[1]), a, b, self.bits)
 
     def add(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """total [rows, columns] + a [rows, n] @ b [n, columns]."""
         if self.bits is None or self.promote:
             return total + self.dot(a, b)
-        return self._mma(total, a, b)
-
-    def _mma(self, accumulator: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        for k in range(0, a.shape[1], MMA_K):
-            products = a[:, k : k + MMA_K, None] * b[None, k : k + MMA_K]
-            terms = torch.cat([accumulator[:, None], products], dim=1)
-            accumulator = add_aligned(terms, self.bits)
-        return accumulator
+        return tensor_core_add(total, a, b, self.bits)
 
 
 FLOAT32_ADDS = Accumulation()
@@ -55,11 +59,42 @@ SINGLE_ACCUMULATOR = Accumulation(bits=13, promote=False)
 PROMOTED = Accumulation(bits=13, promote=True)
 
 
-def add_aligned(terms: Tensor, bits: int) -> Tensor:
-    """Sum over dimension 1 of `terms`, each cut off `bits` fraction bits below the largest exponent among them.
+def tensor_core_add(accumulator: Tensor, a: Tensor, b: Tensor, bits: int = 13) -> Tensor:
+    """accumulator [rows, columns] + a [rows, n] @ b [n, columns], as a chain of FP8 WGMMA instructions.
 
-    Exact in float32: up to 33 terms of at most `bits` + 1 bits each, in units of one last place.
+    Args:
+        accumulator: float32.
+        a, b: float32, holding e4m3 values.
+        bits: fraction bits of the accumulator.
     """
-    exponent = torch.frexp(terms.abs().amax(1, keepdim=True)).exponent - 1
-    last_place = torch.ldexp(torch.ones_like(exponent, dtype=terms.dtype), exponent - bits)
-    return (torch.trunc(terms / last_place) * last_place).sum(1)
+    a_unit, b_unit = _operand_unit(a), _operand_unit(b)
+    for k in range(0, a.shape[1], MMA_K):
+        step = slice(k, k + MMA_K)
+        unit = (a_unit[:, step, None] * b_unit[None, step]).amax(1)
+        last_place = _last_place(torch.maximum(unit, _leading_bit(accumulator)), bits)
+        products = _cut(a[:, step, None] * b[None, step], last_place[:, None])
+        total = _cut(accumulator, last_place) + products.sum(
+            1
+        )  # exact: at most 21 bits in units of the last place
+        accumulator = _cut(total, _last_place(_leading_bit(total), bits))
+    return accumulator
+
+
+def _operand_unit(x: Tensor) -> Tensor:
+    """2^exponent of e4m3 values, 0 for 0."""
+    return torch.where(x == 0, 0.0, _leading_bit(x).clamp_min(2.0**E4M3_MIN_EXPONENT))
+
+
+def _leading_bit(x: Tensor) -> Tensor:
+    """2^floor(log2 |x|) of float32 values, 0 for 0: the exponent field alone."""
+    if x.dtype != torch.float32:
+        raise TypeError(f"the tensor core's additions are modelled on float32, got {x.dtype}.")
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def _last_place(unit: Tensor, bits: int) -> Tensor:
+    return (unit * 2.0**-bits).clamp_min(torch.finfo(unit.dtype).tiny)
+
+
+def _cut(x: Tensor, last_place: Tensor) -> Tensor:
+    return torch.trunc(x / last_place) * last_place

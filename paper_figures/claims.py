@@ -1,0 +1,332 @@
+"""The claims table: each claim with the paper's value, ours, the tolerance, and PASS, FAIL or NOT RUN.
+
+    python paper_figures/claims.py --results results           # writes claims.csv and claims.md
+    python paper_figures/claims.py --results results --print   # prints them, too
+
+Claims and tolerances are data (published/claims.toml). Each has one function below that reads result files
+and decides. Only numbers that were measured (here, or recorded with their provenance) can pass or fail a
+claim about speed: a modelled number leaves it NOT RUN and stands in the detail. A claim whose experiment is
+missing is NOT RUN.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import sources
+from kernel_plots import BENCH, ROOFLINE, normal
+from rich.box import HORIZONTALS
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from sources import InputError, Results, Source
+from style import context_name, label_of, markdown, write_text
+
+PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+COLUMNS = ["claim", "paper_value", "ours", "tolerance", "status", "source", "detail"]
+METRICS = {"rmse": "RMSE", "one_minus_cosine": "1 - cosine", "relative_l2": "relative L2"}
+FP8_CONFIGS = ["snapmla", "config_a", "config_b", "config_c", "config_d"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    status: str
+    ours: str
+    source: str
+    detail: str
+
+
+class NotRun(Exception):
+    """A claim that the results cannot decide; its text says why."""
+
+
+def verdict(holds: bool, ours: str, labels: Sequence[Source], detail: str) -> Verdict:
+    return Verdict(PASS if holds else FAIL, ours, "; ".join(label.long for label in labels), detail)
+
+
+def throughput(results: Results, limit: dict) -> Verdict:
+    table = results.table(
+        "throughput",
+        "throughput.csv",
+        ("variant", "model", "layout", "context", "tokens_per_s", "source", "status", "reason"),
+    )
+    rows = sources.ran(table)
+    rows = rows[rows["layout"] == limit["layout"]]
+    best = {}
+    for kind, group in rows.groupby("source"):
+        speed = group.pivot_table(index=["model", "context"], columns="variant", values="tokens_per_s")
+        if {"bf16", "snapmla"} <= set(speed.columns):
+            ratio = (speed["snapmla"] / speed["bf16"]).dropna()
+            if len(ratio):
+                model, context = ratio.idxmax()
+                best[kind] = (ratio.max(), f"{model} at {context_name(int(context))}")
+    for kind in ("measured", "recorded"):
+        if kind in best:
+            ratio, where = best[kind]
+            label = results.label("throughput", rows[rows["source"] == kind])
+            return verdict(ratio >= limit["at_least"], f"{ratio:.2f}x", label, f"best ratio: {where}")
+    if "modelled" in best:
+        ratio, where = best["modelled"]
+        raise NotRun(
+            f"no engine was run on eight GPUs; the memory and roofline model gives {ratio:.2f}x ({where})"
+        )
+    raise NotRun(f"no pair of rows for {limit['layout']}")
+
+
+def kernel_peak(results: Results, limit: dict) -> Verdict:
+    planned = results.table("kernel_bench", "kernel_bench.csv", BENCH)
+    roofline = results.table("kernel_bench", "roofline.csv", ROOFLINE)
+    rows = sources.ran(planned)
+    rows = rows[rows["source"] == "measured"]
+    candidates = [
+        (results.measured("kernel_bench", gpu=str(gpu)), group) for gpu, group in rows.groupby("gpu")
+    ]
+    candidates += results.recorded_tables("kernel_bench.csv", BENCH)
+    peaks = roofline[roofline["format"] == "snapmla"].assign(gpu=roofline["gpu"].map(normal)).groupby("gpu")
+    peaks = peaks["effective_peak_tflops"].max()
+    for label, table in candidates:
+        table = sources.ran(table)
+        table = table[(table["variant"] == "snapmla") & (table["heads"] >= limit["heads"])]
+        if table.empty:
+            continue
+        gpu = normal(table["gpu"].iloc[0])
+        if gpu not in peaks:
+            raise NotRun(f"measured on {gpu}, which roofline.csv has no effective peak for")
+        longest = table[table["context"] == table.groupby("heads")["context"].transform("max")]
+        share = longest.groupby("heads")["tflops"].max() / peaks[gpu]
+        detail = (
+            ", ".join(f"H = {heads:.0f}: {value:.0%}" for heads, value in share.items())
+            + f" of {peaks[gpu]:.0f} TFLOPS"
+        )
+        return verdict(share.min() >= limit["at_least"], f"{share.min():.0%}", [label], detail)
+    own = planned[planned["variant"] == "snapmla"]
+    raise NotRun(sources.reason(own) if len(own) else "no row of the variant snapmla")
+
+
+def cache_bytes(results: Results, limit: dict) -> Verdict:
+    table = results.table("throughput", "throughput.csv", ("variant", "source"))
+    if "bytes_per_token" not in table:
+        raise NotRun("throughput.csv has no column bytes_per_token")
+    rows = table.dropna(subset="bytes_per_token").groupby("variant")["bytes_per_token"]
+    values = {variant: set(column) for variant, column in rows}
+    if not {"snapmla", "bf16"} <= set(values):
+        raise NotRun("throughput.csv has no bytes_per_token for both snapmla and bf16")
+    ours, bf16 = (
+        ", ".join(f"{value:g}" for value in sorted(values[variant])) for variant in ("snapmla", "bf16")
+    )
+    holds = values["snapmla"] == {limit["snapmla"]} and values["bf16"] == {limit["bf16"]}
+    ratio = max(values["bf16"]) / max(values["snapmla"])
+    label = Source(
+        "modelled", detail="bytes that the memory calculator counts with: this package's cache layout"
+    )
+    return verdict(holds, f"{ours} against {bf16}", [label], f"BF16 over SnapMLA: {ratio:.2f}")
+
+
+def layer_errors(results: Results, *configs: str) -> tuple[pd.DataFrame, list[Source]]:
+    """Teacher-forced rows at the longest context; ``NotRun`` if one of ``configs`` is not among them."""
+    table = results.table(
+        "fidelity", "layer_error.csv", ("config", "panel", "layer", "context", *METRICS, "source")
+    )
+    table = table[(table["panel"] == "teacher_forced") & (table["context"] == table["context"].max())]
+    missing = [config for config in configs if config not in set(table["config"])]
+    if missing:
+        raise NotRun(f"fidelity/layer_error.csv has no teacher-forced rows of {missing[0]}")
+    return table, results.label("fidelity", table)
+
+
+def by_layer(table: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Rows: layers in order; columns: configurations."""
+    return table.pivot_table(index="layer", columns="config", values=metric).sort_index()
+
+
+def a_explodes(results: Results, limit: dict) -> Verdict:
+    table, labels = layer_errors(results, "snapmla", "config_a")
+    curves = by_layer(table, "relative_l2")
+    third = max(1, len(curves) // 3)
+    deep, shallow = curves.iloc[-third:].mean(), curves.iloc[:third].mean()
+    ratio = deep["config_a"] / deep["snapmla"]
+    holds = ratio >= limit["at_least"] and deep["config_a"] > shallow["config_a"]
+    detail = (
+        f"relative L2, deepest {third} of {len(curves)} layers: A {deep['config_a']:.2e}, SnapMLA "
+        f"{deep['snapmla']:.2e}; "
+        f"first {third}: A {shallow['config_a']:.2e}"
+    )
+    return verdict(holds, f"{ratio:.2f}x", labels, detail)
+
+
+def snapmla_lowest(results: Results, limit: dict) -> Verdict:
+    table, labels = layer_errors(results, *FP8_CONFIGS)
+    places, details = [], []
+    for metric, name in METRICS.items():
+        curves = by_layer(table, metric)[FP8_CONFIGS]
+        lowest = curves.idxmin(axis=1)
+        places += list(lowest == "snapmla")
+        others = lowest[lowest != "snapmla"].value_counts()
+        if len(others):
+            details.append(
+                f"{name}: "
+                + ", ".join(f"{label_of(c).split(':')[0]} in {n} layers" for c, n in others.items())
+            )
+    detail = "lowest elsewhere: " + "; ".join(details) if details else "in every layer and metric"
+    return verdict(all(places), f"{sum(places)} of {len(places)} (layer, metric) pairs", labels, detail)
+
+
+def mean_ratio(results: Results, *configs: str) -> tuple[pd.Series, list[Source]]:
+    """Mean relative L2 over layers of ``configs``, in units of SnapMLA's."""
+    table, labels = layer_errors(results, "snapmla", *configs)
+    means = by_layer(table, "relative_l2").mean()
+    return means / means["snapmla"], labels
+
+
+def d_slightly_worse(results: Results, limit: dict) -> Verdict:
+    ratio, labels = mean_ratio(results, "config_d")
+    value = ratio["config_d"]
+    return verdict(
+        limit["above"] < value <= limit["at_most"],
+        f"{value:.3f}x",
+        labels,
+        "D's mean relative L2 over SnapMLA's",
+    )
+
+
+def bc_worse(results: Results, limit: dict) -> Verdict:
+    ratio, labels = mean_ratio(results, "config_b", "config_c")
+    b, c = ratio["config_b"], ratio["config_c"]
+    holds = b > limit["above"] and c > limit["above"]
+    return verdict(holds, f"B {b:.3f}x, C {c:.3f}x", labels, "mean relative L2 over SnapMLA's")
+
+
+def rope_mse(results: Results, limit: dict) -> Verdict:
+    table = results.table("distribution", "mse.csv", ("layer", "part", "mse", "source"))
+    ranges = results.table("distribution", "ranges.csv", ("layer", "part", "absmax", "source"))
+    mse = table.pivot_table(index="layer", columns="part", values="mse")
+    ratio = mse["rope"] / mse["content"]
+    largest = ranges.groupby("part")["absmax"].max()
+    paper = sources.published("method.toml")["range"]
+    detail = (
+        f"layers from {ratio.min():.2g}x to {ratio.max():.2g}x; largest magnitude here: content "
+        f"{largest['content']:.3g}, RoPE {largest['rope']:.3g} "
+        f"(paper, {paper['model']}: about {paper['content']:g} and {paper['rope']:g})"
+    )
+    labels = results.label("distribution", table)
+    return verdict(ratio.median() >= limit["at_least"], f"{ratio.median():.2g}x", labels, detail)
+
+
+def quality(results: Results, limit: dict) -> Verdict:
+    table = results.table("quality", "quality.csv", ("task", "context", "variant", "score", "ci95", "source"))
+    # BF16 agrees with itself: that task has no interval to lie in.
+    table = table[table["task"] != "next_byte_agreement"]
+    scores = table.pivot_table(index=["task", "context"], columns="variant", values=["score", "ci95"])
+    needed = [("score", "bf16"), ("score", "snapmla"), ("ci95", "bf16"), ("ci95", "snapmla")]
+    if not set(needed) <= set(scores.columns) or (scores := scores[needed].dropna()).empty:
+        raise NotRun("quality.csv has no task with scores and intervals of both bf16 and snapmla")
+    inside, details = [], []
+    for (task, context), (bf16, ours, half, paired) in scores.iterrows():
+        inside.append(abs(ours - bf16) <= min(half, limit["relative"] * abs(bf16)))
+        difference = f"difference {ours - bf16:+.4f} ± {paired:.4f} (paired)"
+        details.append(f"{task} at {context:.0f}: BF16 {bf16:.4f} ± {half:.4f}, {difference}")
+    detail = f"{results.model('quality')}, held-out bytes; " + "; ".join(details)
+    ours = f"{sum(inside)} of {len(inside)} (task, context) pairs"
+    return verdict(all(inside), ours, results.label("quality", table), detail)
+
+
+def accumulation(results: Results, limit: dict) -> Verdict:
+    columns = ("value_mean", "value_std", "keys", "rule", "relative_l2", "source")
+    table = results.table("accumulation", "accumulation.csv", columns)
+    index = ["value_mean", "value_std", "rule"]
+    errors = table.pivot_table(index=index, columns="keys", values="relative_l2").dropna(axis=1)
+    if len(errors.columns) < 2:
+        raise NotRun("accumulation.csv has fewer than two contexts that every rule was run at")
+    short, long = errors.columns[0], errors.columns[-1]
+    growth = (errors[long] / errors[short]).unstack("rule")
+    if "promoted" not in growth:
+        raise NotRun("accumulation.csv has no rows of the rule 'promoted'")
+    ours = growth["promoted"].max()
+    others = ", ".join(f"{rule} {growth[rule].max():.3g}x" for rule in growth if rule != "promoted")
+    span = f"{context_name(int(short))} to {context_name(int(long))} keys"
+    detail = f"worst growth of the error from {span}; other rules: {others}"
+    return verdict(ours <= limit["at_most"], f"{ours:.2f}x", results.label("accumulation", table), detail)
+
+
+JUDGES: dict[str, tuple[Callable[[Results, dict], Verdict], tuple[str, ...]]] = {  # and the files each needs
+    "throughput": (throughput, ("throughput/throughput.csv",)),
+    "kernel_peak": (kernel_peak, ("kernel_bench/kernel_bench.csv", "kernel_bench/roofline.csv")),
+    "cache_bytes": (cache_bytes, ("throughput/throughput.csv",)),
+    "a_explodes": (a_explodes, ("fidelity/layer_error.csv",)),
+    "snapmla_lowest": (snapmla_lowest, ("fidelity/layer_error.csv",)),
+    "d_slightly_worse": (d_slightly_worse, ("fidelity/layer_error.csv",)),
+    "bc_worse": (bc_worse, ("fidelity/layer_error.csv",)),
+    "rope_mse": (rope_mse, ("distribution/mse.csv", "distribution/ranges.csv")),
+    "quality": (quality, ("quality/quality.csv",)),
+    "accumulation": (accumulation, ("accumulation/accumulation.csv",)),
+}
+
+
+def judge(results: Results) -> pd.DataFrame:
+    """The claims table, one row per claim of published/claims.toml."""
+    rows = []
+    for key, claim in sources.published("claims.toml").items():
+        function, files = JUDGES[key]
+        missing = [name for name in files if not (results.root / name).is_file()]
+        try:
+            if missing:
+                raise NotRun(f"{missing[0]} is missing")
+            answer = function(results, claim)
+        except NotRun as why:
+            answer = Verdict(NOT_RUN, "", "", str(why))
+        rows.append(
+            {
+                "claim": claim["claim"],
+                "paper_value": claim["paper_value"],
+                "ours": answer.ours,
+                "tolerance": claim["tolerance"].format(**claim),
+                "status": answer.status,
+                "source": f"{claim['source']}; ours: {answer.source or 'none'}",
+                "detail": answer.detail,
+            }
+        )
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def build(results: Results) -> pd.DataFrame:
+    table = judge(results)
+    counts = ", ".join(f"{(table['status'] == status).sum()} {status}" for status in (PASS, FAIL, NOT_RUN))
+    shown = table.map(lambda cell: str(cell).replace("|", "\\|") or "–")
+    write_text(results.root / "claims.csv", table.to_csv(index=False, lineterminator="\n"))
+    write_text(results.root / "claims.md", f"# Claims: {counts}\n\n{markdown(shown)}\n")
+    return table
+
+
+def show(table: pd.DataFrame) -> None:
+    """Print the claims as a terminal table; claims.md has the sources, too."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    colors = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
+    view = Table(title="Claims", box=HORIZONTALS, show_lines=True, expand=True)
+    columns = {"Claim": 4, "Paper": 2, "Ours": 2, "Tolerance": 4, "Status": None, "Detail": 6}
+    for name, ratio in columns.items():
+        view.add_column(name, ratio=ratio, no_wrap=name == "Status")
+    for row in table.itertuples():
+        cells = [row.claim, row.paper_value, row.ours or "–", row.tolerance, row.status, row.detail]
+        view.add_row(*(Text(cell, style=colors.get(cell, "")) for cell in cells))
+    console.print(view)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = sources.arguments(__doc__)
+    parser.add_argument("--print", action="store_true", dest="print_table", help="print the table, too")
+    options = parser.parse_args(argv)
+    try:
+        table = build(Results(options.results, options.recorded))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.print_table:
+        show(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,67 @@
+"""Beyond the paper: error of flat attention against the context, for four rules of accumulating FP8 products.
+
+    python paper_figures/fig_accumulation.py --results results
+
+Reads accumulation/accumulation.csv. Hopper's FP8 tensor cores add into their float32 accumulator with about
+13 bits, truncating: one accumulator over a long context stalls where values do not cancel. One panel per
+distribution of the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sources
+from sources import Results
+from style import BLACK, BLUE, ORANGE, VERMILION, WIDTH, badge, context_ticks, footer, log_axis, plt, save
+
+RULES = {
+    "single": ("one accumulator per sequence", VERMILION, "^"),
+    "split_4k": ("a new accumulator every 4k keys", ORANGE, "s"),
+    "promoted": ("each key block promoted to float32", BLUE, "o"),
+    "float32": ("float32 throughout (floor)", BLACK, "x"),
+}
+
+
+def build(results: Results) -> None:
+    columns = ("value_mean", "value_std", "keys", "rule", "bits", "relative_l2", "source")
+    table = results.table("accumulation", "accumulation.csv", columns)
+    groups = list(table.groupby(["value_mean", "value_std"], sort=False))
+    fig, axes = plt.subplots(1, len(groups), figsize=(WIDTH, 2.7), squeeze=False, sharey=True)
+    for ax, ((mean, std), rows) in zip(axes[0], groups, strict=True):
+        for rule, (label, color, marker) in RULES.items():
+            line = rows[rows["rule"] == rule].groupby("keys")["relative_l2"].mean()
+            if len(line):
+                ax.plot(
+                    line.index,
+                    line,
+                    color=color,
+                    marker=marker,
+                    label=label,
+                    ls="--" if rule == "float32" else "-",
+                )
+        ax.set_title(f"values {mean:g} ± {std:g} (e4m3 units)", pad=15)
+        context_ticks(ax, rows["keys"])
+        ax.set_xlabel("keys")
+        badge(ax, *results.label("accumulation", rows))
+    log_axis(axes[0, 0])  # shared by all panels
+    axes[0, 0].set_ylabel("relative L2 of the output")
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    fig.legend(handles, names, loc="outside upper center", ncols=2)
+    block = sources.published("method.toml")["shape"]["key_block"]
+    bits = sorted(table.loc[table["rule"] != "float32", "bits"].dropna().unique())
+    footer(
+        fig,
+        f"Emulated in blocks of {block} keys: an accumulator that keeps "
+        f"{', '.join(f'{bit:g}' for bit in bits)} bits and truncates; flat attention (every key has the "
+        "same weight).",
+    )
+    save(fig, results.root, "fig_accumulation")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return sources.run(build, argv, __doc__)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""Train the probe model from a fixed seed for a fixed number of steps.
+
+    python -m snapmla.experiments.probe phases.short.steps=100
+
+Writes results/probe/: model/ (Hugging Face format), training.csv, corpus.json (which text: it depends on the
+Python version).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from snapmla import results
+from snapmla.experiments._app import BaseConfig, Run, application
+from snapmla.probe import corpus, train
+
+
+@dataclass
+class ShapeConfig(train.Shape):
+    """conf/probe.yaml explains the values."""
+
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING
+    layers: int = MISSING
+    heads: int = MISSING
+    qk_nope_head_dim: int = MISSING
+    v_head_dim: int = MISSING
+    rope_theta: float = MISSING
+    max_position_embeddings: int = MISSING
+    initializer_range: float = MISSING
+
+
+@dataclass
+class PhaseConfig(train.Phase):
+    sequence: int = MISSING
+    batch: int = MISSING
+    steps: int = MISSING
+
+
+@dataclass
+class OptimizerConfig(train.Optimizer):
+    muon_learning_rate: float = MISSING
+    adamw_learning_rate: float = MISSING
+    warmup_steps: int = MISSING
+    cooldown_share: float = MISSING
+    weight_decay: float = MISSING
+    clip_norm: float = MISSING
+
+
+@dataclass
+class EvaluationConfig:
+    every: int = MISSING
+    sequence: int = MISSING
+    windows: int = MISSING
+
+
+@dataclass
+class ProbeConfig(BaseConfig):
+    shape: ShapeConfig = field(default_factory=ShapeConfig)
+    phases: dict[str, PhaseConfig] = MISSING
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+@application("probe", ProbeConfig)
+def main(cfg: ProbeConfig, run: Run) -> None:
+    text = corpus.load()
+    run.progress(
+        f"{text.documents} documents: {len(text.train):,} bytes to train on, {len(text.heldout):,} held out"
+    )
+    model = train.build(cfg.shape, cfg.seed)
+    run.progress(f"{cfg.shape.layers} layers, {sum(p.numel() for p in model.parameters()):,} parameters")
+    rows = []
+
+    def report(row: dict) -> None:
+        rows.append({**row, "source": "measured"})
+        run.log({f"{row['split']}/loss_bits_per_byte": row["loss_bits_per_byte"]}, step=row["step"])
+        run.progress(f"step {row['step']}: {row['loss_bits_per_byte']:.3f} bits per byte ({row['split']})")
+
+    train.train(
+        model,
+        text,
+        cfg.phases,
+        cfg.optimizer,
+        seed=cfg.seed,
+        evaluate_every=cfg.evaluation.every,
+        evaluation=train.Phase(cfg.evaluation.sequence, cfg.evaluation.windows, steps=0),
+        report=report,
+    )
+    model.save_pretrained(run.out / "model")
+    run.write_table("training.csv", rows)
+    results.write_json(
+        run.out / "corpus.json",
+        {
+            "sha256": text.sha256,
+            "documents": text.documents,
+            "train_bytes": len(text.train),
+            "heldout_bytes": len(text.heldout),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Decode throughput of a node for both cache formats (Fig 1), from the memory and roofline model.
+
+    python -m snapmla.experiments.throughput engine.gpu=H20 contexts=[65536]
+
+A step of a decode batch is the attention of all layers plus everything else:
+
+    attention = attention layers · decode roofline at the share of the data sheet that kernels reach
+    the rest  = max(weights read / bandwidth, 2 · active parameters · tokens / FP8 peak)
+                + attention layers · a constant
+
+The batch is the largest that the cache of each data-parallel group holds; all groups step together, since
+each layer's experts see the tokens of all of them. Every number is ``modelled``; every assumption is a key of
+conf/throughput.yaml.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+from omegaconf import MISSING
+
+from snapmla.experiments._app import BaseConfig, Run, application
+from snapmla.memory import DoesNotFit, MemoryBudget, cache_bytes_per_token, largest_batch
+from snapmla.models import MLAModel, ParallelLayout, get_model
+from snapmla.roofline import GPU, decode_roofline, get_gpu
+
+COLUMNS = (
+    "variant", "model", "layout", "context", "bytes_per_token", "memory_gb", "batch", "step_ms",
+    "attention_ms", "tokens_per_s", "source", "status", "reason",
+)  # fmt: skip
+
+
+@dataclass
+class Share:
+    """Shares of the data sheet: of the memory bandwidth, and of the (effective) tensor-core peak."""
+
+    memory: float = MISSING
+    compute: float = MISSING
+
+
+@dataclass
+class AttentionShare:
+    bf16: Share = field(default_factory=Share)
+    snapmla: Share = field(default_factory=Share)
+
+
+@dataclass
+class EngineConfig:
+    """The config group ``engine``: a GPU and the part of its memory that a serving engine uses."""
+
+    gpu: str = MISSING
+    gpu_memory_utilization: float = MISSING
+    overhead_gib: float = MISSING
+
+    def budget(self) -> MemoryBudget:
+        return MemoryBudget(get_gpu(self.gpu).memory_gib, self.gpu_memory_utilization, self.overhead_gib)
+
+
+@dataclass
+class ThroughputConfig(BaseConfig):
+    """Keys of conf/throughput.yaml, where each has its value and the reason for it."""
+
+    models: list[str] = MISSING
+    layouts: list[str] = MISSING
+    contexts: list[int] = MISSING
+    variants: list[str] = MISSING
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    attention_share: AttentionShare = field(default_factory=AttentionShare)
+    weight_share: float = MISSING
+    gemm_share: float = MISSING
+    other_us: float = MISSING
+    communication_us: float = MISSING
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decoding step of the whole node, in milliseconds."""
+
+    attention_ms: float
+    weights_ms: float
+    gemm_ms: float
+    other_ms: float
+
+    @property
+    def step_ms(self) -> float:
+        # Linear layers at decode batches wait for their weights; the tensor cores work meanwhile.
+        return self.attention_ms + max(self.weights_ms, self.gemm_ms) + self.other_ms
+
+
+def model_step(
+    cfg: ThroughputConfig,
+    gpu: GPU,
+    model: MLAModel,
+    layout: ParallelLayout,
+    batch: int,
+    context: int,
+    variant: str,
+) -> Step:
+    """Time of a step in which each data-parallel group decodes ``batch`` sequences of ``context`` tokens."""
+    share: Share = getattr(cfg.attention_share, variant)
+    reached = replace(
+        gpu, bandwidth_tbs=gpu.bandwidth_tbs * share.memory, bf16_tflops=gpu.bf16_tflops * share.compute
+    )
+    attention = decode_roofline(reached, model.heads_per_gpu(layout), 1, batch, context, variant)
+    tokens = batch * layout.dp
+    weights_s = model.decode_read_bytes(layout, tokens) / (gpu.bandwidth_tbs * 1e12 * cfg.weight_share)
+    gemm_s = 2 * model.active_parameters * tokens / layout.gpus / (gpu.fp8_tflops * 1e12 * cfg.gemm_share)
+    return Step(
+        attention_ms=model.attention_layers * attention.time_us * 1e-3,
+        weights_ms=weights_s * 1e3,
+        gemm_ms=gemm_s * 1e3,
+        other_ms=model.attention_layers * (cfg.other_us + cfg.communication_us) * 1e-3,
+    )
+
+
+def table(cfg: ThroughputConfig) -> list[dict]:
+    """The rows of throughput.csv: one per model, layout, context and variant.
+
+    ``bytes_per_token`` are those of one layer's cache, ``memory_gb`` is the cache on each GPU (1e9 bytes),
+    ``batch`` the sequences of one data-parallel group, ``tokens_per_s`` the output of all groups.
+    A point whose weights or cache do not fit is "not run".
+    """
+    gpu, budget = get_gpu(cfg.engine.gpu), cfg.engine.budget()
+    points = itertools.product(
+        map(get_model, cfg.models), map(ParallelLayout.parse, cfg.layouts), cfg.contexts, cfg.variants
+    )
+    rows = []
+    for model, layout, context, variant in points:
+        row = dict.fromkeys(COLUMNS)
+        row |= {"variant": variant, "model": model.name, "layout": str(layout), "context": context}
+        row["source"] = "modelled"
+        try:
+            pool = budget.cache_bytes(model, layout)
+            batch = largest_batch(pool, model, context, variant)
+        except DoesNotFit as error:
+            row |= {"status": "not run", "reason": f"On the {gpu.name}, {error}"}
+        else:
+            step = model_step(cfg, gpu, model, layout, batch, context, variant)
+            row |= {
+                "bytes_per_token": cache_bytes_per_token(variant),
+                "memory_gb": pool / 1e9,
+                "batch": batch,
+                "step_ms": step.step_ms,
+                "attention_ms": step.attention_ms,
+                "tokens_per_s": batch * layout.dp / step.step_ms * 1e3,
+                "status": "ok",
+            }
+        rows.append(row)
+    return rows
+
+
+def speedups(rows: list[dict]) -> dict[str, float]:
+    """Tokens/s of snapmla over bf16, by "model/layout/context", where both fit."""
+    speed = {
+        (row["variant"], row["model"], row["layout"], row["context"]): row["tokens_per_s"] for row in rows
+    }
+    return {
+        "/".join(map(str, point)): ours / bf16
+        for (variant, *point), ours in speed.items()
+        if variant == "snapmla" and ours and (bf16 := speed.get(("bf16", *point)))
+    }
+
+
+@application("throughput", ThroughputConfig)
+def main(cfg: ThroughputConfig, run: Run) -> None:
+    rows = table(cfg)
+    run.write_table("throughput.csv", rows)
+    fitting = sum(row["status"] == "ok" for row in rows)
+    run.progress(f"{fitting} of {len(rows)} points fit the {cfg.engine.gpu}, all modelled")
+    if gains := speedups(rows):
+        run.log({f"modelled_speedup/{point}": gain for point, gain in gains.items()})
+        best = max(gains, key=gains.__getitem__)
+        run.progress(f"modelled speed-up over BF16: {min(gains.values()):.2f} to {gains[best]:.2f} ({best})")
+
+
+if __name__ == "__main__":
+    main()

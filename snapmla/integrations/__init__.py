@@ -1,0 +1,1 @@
+"""Other people's model code on this package's attention; each module imports its framework itself."""

@@ -1,0 +1,268 @@
+"""Hugging Face MLA models, seen as absorbed decoders over a latent cache.
+
+Any causal model of ``transformers`` whose attention has the DeepSeek projections (``kv_a_layernorm``,
+``kv_b_proj``) with kv_lora_rank 512 and qk_rope_head_dim 64 works: deepseek_v2, deepseek_v3, glm4_moe_lite,
+longcat_flash. Nothing of the model is written a second time: it runs its own forward, and only the attention
+function is exchanged through the ``AttentionInterface`` of transformers. So the rotary convention,
+q_lora_rank, LongCat's LoRA scaling and the softmax scale with YaRN's mscale² are the model's own. The
+function is handed the queries and keys after the rotary embedding; the content is what ``kv_b_proj`` is
+given. What is left to do here is the absorption (DeepSeek-V2, section 2.1.3):
+
+    q_latent[h] = [W_UK[h]^T q_nope[h], q_rope[h]]        576 wide, against the row [content, rope] of a token
+    o[h]        = W_UV[h] · (Σ_t p[h, t] content[t])      the values are the content itself
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from snapmla.layout import KV_LORA_RANK, QK_HEAD_DIM, QK_ROPE_HEAD_DIM
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""``attend(layer, q, content, rope, softmax_scale) -> out``: one layer's attention in latent space.
+
+q [n, heads, 576], content [P + n, 512], rope [P + n, 64] (not divided by any scale), out [n, heads, 512] in
+any floating type. Query i is at position P + i and sees the keys 0 … P + i (causal, aligned bottom-right)."""
+
+IMPLEMENTATION = "snapmla"
+"""Name of the attention implementation registered here; by itself, it is ``causal_attention`` of whole texts."""
+_UNQUANTIZED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# (module, query [b, heads, n, qk], key [b, heads, n, qk], value [b, heads, n, v], scaling) -> as value
+_Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, float], Tensor]
+
+
+@dataclass
+class Latents:
+    """What an MLA model caches of a text, one list entry per attention layer.
+
+    content: [tokens, 512], after kv_a_layernorm (and LongCat's scaling); rope: [tokens, 64], after the rotary
+    embedding; query: absorbed queries [queries, heads, 576], or no entries. softmax_scale includes YaRN's
+    mscale². hidden: the final hidden states [tokens, hidden_size] that ``lm_head`` takes, in the model's own
+    type."""
+
+    softmax_scale: float
+    content: list[Tensor] = field(default_factory=list)
+    rope: list[Tensor] = field(default_factory=list)
+    query: list[Tensor] = field(default_factory=list)
+    hidden: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.content[0].shape[0]
+
+    def first(self, tokens: int) -> Latents:
+        """The first ``tokens`` tokens' content and rope, as views."""
+        return Latents(
+            self.softmax_scale, [c[:tokens] for c in self.content], [r[:tokens] for r in self.rope]
+        )
+
+
+@dataclass
+class Decoded:
+    """logits [n, vocab] in the model's type; per layer: outputs [n, heads, 512] as ``attend`` returned them,
+    and the absorbed queries [n, heads, 576] it was given."""
+
+    logits: Tensor
+    outputs: list[Tensor] = field(default_factory=list)
+    queries: list[Tensor] = field(default_factory=list)
+
+
+def load(path: str | os.PathLike, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """Load a local Hugging Face MLA checkpoint for inference; nothing is fetched from a network.
+
+    dtype: the type of the weights, "auto" for the one they are stored in.
+    Raises FileNotFoundError if ``path`` is not a folder with a config.json, ValueError if it is not an MLA
+    model of the supported dimensions.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"source.path: expected a folder with a Hugging Face config.json, got {path}")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    _check_config(config)
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
+    attention_layers(model)
+    return model.eval()
+
+
+def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The MLA attention modules in cache order (LongCat-Flash has two in each decoder layer).
+
+    Raises ValueError if the model has none, or not of the supported dimensions.
+    """
+    _check_config(model.config)
+    found = [m for m in model.modules() if hasattr(m, "kv_b_proj") and hasattr(m, "kv_a_layernorm")]
+    found.sort(key=lambda module: module.layer_idx)
+    indices = [module.layer_idx for module in found]
+    if not found or indices != list(range(len(found))):
+        raise ValueError(
+            f"model: expected MLA attention with layer_idx 0, 1, …, got {indices} in {type(model).__name__}"
+        )
+    weight = found[0].kv_b_proj.weight
+    if weight.dtype not in _UNQUANTIZED:  # its scales lie elsewhere: absorbing the bare weight would be wrong
+        raise ValueError(f"model: expected kv_b_proj in one of {_UNQUANTIZED}, got {weight.dtype}")
+    return found
+
+
+@torch.no_grad()
+def latents(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    query_positions: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Latents:
+    """Latents of a text, from one ordinary prefill forward.
+
+    input_ids: int64 [tokens]. query_positions: int64 [queries], positions whose absorbed queries are kept as
+    well. dtype: rounding of what is returned; the forward itself runs in the model's type. Memory: O(tokens),
+    one layer's expanded keys and values at a time.
+    """
+    layers = attention_layers(model)
+    _check_input_ids(input_ids)
+    found = Latents(softmax_scale=layers[0].scaling)
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        found.content.append(contents[module.layer_idx].to(dtype))
+        found.rope.append(key[0, 0, :, -QK_ROPE_HEAD_DIM:].to(dtype, copy=True))
+        if query_positions is not None:
+            found.query.append(_absorb(module, query[0, :, query_positions]).to(dtype))
+        return causal_attention(module, query, key, value, scaling)
+
+    with _exchanged(model) as contents:
+        out = model.base_model(input_ids[None], use_cache=False, snapmla_attention=attention)
+    found.hidden = out.last_hidden_state[0]
+    return found
+
+
+@torch.no_grad()
+def absorbed_forward(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    prefix: Latents,
+    attend: Attend,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Decoded:
+    """Run the model on tokens behind a cached prefix, with ``attend`` in every layer.
+
+    input_ids: int64 [n], the tokens at positions P … P + n − 1. prefix: latents of the P tokens before them
+    (P may be 0). attend: see ``Attend``; called once per layer, in order. dtype: what queries and latents are
+    rounded to before ``attend``; BF16 as in a served model, float32 to test exactness.
+    Raises ValueError if input_ids or the number of layers in ``prefix`` does not fit.
+    """
+    layers = attention_layers(model)
+    _check_input_ids(input_ids)
+    if len(prefix.content) != len(layers):
+        raise ValueError(f"prefix: expected latents of {len(layers)} layers, got {len(prefix.content)}")
+    decoded = Decoded(logits=torch.empty(0))
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        layer = module.layer_idx
+        q = _absorb(module, query[0]).to(dtype)
+        content = torch.cat([prefix.content[layer].to(dtype), contents[layer].to(dtype)])
+        rope = torch.cat([prefix.rope[layer].to(dtype), key[0, 0, :, -QK_ROPE_HEAD_DIM:].to(dtype)])
+        out = attend(layer, q, content, rope, scaling)
+        decoded.queries.append(q)
+        decoded.outputs.append(out)
+        _, w_uv = _up_projections(module)
+        return torch.einsum("nhc,hvc->hnv", out.float(), w_uv).to(query.dtype)[None]
+
+    positions = torch.arange(prefix.tokens, prefix.tokens + len(input_ids), device=input_ids.device)
+    with _exchanged(model) as contents:
+        decoded.logits = model(
+            input_ids[None], position_ids=positions[None], use_cache=False, snapmla_attention=attention
+        ).logits[0]
+    return decoded
+
+
+def causal_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Causal attention of a whole text.
+
+    V is padded to the width of Q and K: unequal widths leave torch's fast path for one that materializes
+    tokens × tokens (24 GiB at 32k). Raises ValueError unless there are as many queries as keys.
+    """
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(f"attention: expected {key.shape[2]} queries, one per key, got {query.shape[2]}")
+    padded = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
+    out = F.scaled_dot_product_attention(query, key, padded, is_causal=True, scale=scaling)
+    return out[..., : value.shape[-1]]
+
+
+def _call_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling,
+    snapmla_attention: _Attention = causal_attention,
+    **kwargs,
+):
+    """The registered function; the model call's keyword ``snapmla_attention`` arrives here."""
+    return snapmla_attention(module, query, key, value, scaling).transpose(1, 2), None
+
+
+# A name without a registered mask function gets no mask from transformers: no T × T tensor exists anywhere.
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _call_attention)
+
+
+@contextmanager
+def _exchanged(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
+    """Within: the model calls ``snapmla_attention``; the dict holds each layer's newest content [n, 512]."""
+    contents: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Callable:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            contents[layer] = args[0].reshape(-1, KV_LORA_RANK)
+
+        return hook
+
+    before = model.config._attn_implementation
+    hooks = [m.kv_b_proj.register_forward_pre_hook(keep(m.layer_idx)) for m in attention_layers(model)]
+    model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield contents
+    finally:
+        model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
+
+
+def _up_projections(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """``kv_b_proj`` as W_UK [heads, qk_nope_head_dim, 512] and W_UV [heads, v_head_dim, 512], float32."""
+    weight = module.kv_b_proj.weight
+    weight = weight.float().view(-1, module.qk_nope_head_dim + module.v_head_dim, KV_LORA_RANK)
+    return weight[:, : module.qk_nope_head_dim], weight[:, module.qk_nope_head_dim :]
+
+
+def _absorb(module: nn.Module, query: Tensor) -> Tensor:
+    """[heads, n, qk_nope_head_dim + 64] -> [n, heads, 576] float32."""
+    nope, rope = query.float().split([module.qk_nope_head_dim, QK_ROPE_HEAD_DIM], dim=-1)
+    w_uk, _ = _up_projections(module)
+    q = torch.cat([torch.einsum("hnd,hdc->nhc", nope, w_uk), rope.transpose(0, 1)], dim=-1)
+    assert q.shape[-1] == QK_HEAD_DIM
+    return q
+
+
+def _check_config(config) -> None:
+    expected = {"kv_lora_rank": KV_LORA_RANK, "qk_rope_head_dim": QK_ROPE_HEAD_DIM}
+    got = {name: getattr(config, name, None) for name in expected}
+    if got != expected:
+        raise ValueError(
+            f"model: expected an MLA model with {expected}, got model_type {config.model_type!r} with {got}"
+        )
+
+
+def _check_input_ids(input_ids: Tensor) -> None:
+    if input_ids.dim() != 1 or input_ids.dtype != torch.int64 or len(input_ids) == 0:
+        raise ValueError(
+            f"input_ids: expected int64 [n] with n >= 1, got {input_ids.dtype} {tuple(input_ids.shape)}"
+        )

@@ -1,0 +1,85 @@
+"""How many tokens, and how many requests, the memory of a GPU leaves room for.
+
+The latent cache belongs to no head: under tensor parallelism each GPU of a group holds all of it. Only data
+parallelism multiplies the tokens that a node holds; tensor parallelism merely divides some weights, which
+leaves more room on each GPU. Everything here is arithmetic; results made from it are labelled ``modelled``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from snapmla.layout import BF16_BYTES_PER_TOKEN, BYTES_PER_TOKEN, PAGE_SIZE
+from snapmla.models import MLAModel, ParallelLayout
+
+GIB = 1024**3
+
+CACHE_BYTES_PER_TOKEN = {"bf16": BF16_BYTES_PER_TOKEN, "snapmla": BYTES_PER_TOKEN}
+"""Bytes of one cached token in one layer, by cache format."""
+
+
+class DoesNotFit(ValueError):
+    """The weights leave no memory for a cache, or the cache has no room for one sequence."""
+
+
+def cache_bytes_per_token(cache_format: str) -> int:
+    """Bytes of one token in one layer. Raises ValueError for a format other than bf16 and snapmla."""
+    if cache_format not in CACHE_BYTES_PER_TOKEN:
+        raise ValueError(
+            f"cache_format must be one of {', '.join(CACHE_BYTES_PER_TOKEN)}, got {cache_format!r}."
+        )
+    return CACHE_BYTES_PER_TOKEN[cache_format]
+
+
+def kv_bytes_per_token(model: MLAModel, cache_format: str) -> int:
+    """Bytes of one token in all attention layers of the model."""
+    return model.attention_layers * cache_bytes_per_token(cache_format)
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Memory of one GPU and the part of it that an engine may use."""
+
+    total_gib: float
+    """Memory that CUDA reports, in GiB."""
+    utilization: float
+    """Share of it that weights, activations and cache may take together (vLLM's gpu_memory_utilization)."""
+    overhead_gib: float
+    """Activations, CUDA graphs, communication buffers and the CUDA context, in GiB."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.utilization <= 1.0:
+            raise ValueError(f"utilization must be a share in (0, 1], got {self.utilization}.")
+
+    def cache_bytes(self, model: MLAModel, layout: ParallelLayout) -> float:
+        """Bytes left for the cache on each GPU. Raises DoesNotFit where nothing is left."""
+        usable = self.total_gib * self.utilization - self.overhead_gib
+        weights = model.weight_bytes(layout) / GIB
+        if weights >= usable:
+            raise DoesNotFit(
+                f"the weights of {model.name} in {layout} must fit {usable:.1f} GiB a GPU, got {weights:.1f}."
+            )
+        return (usable - weights) * GIB
+
+
+def tokens_that_fit(cache_bytes: float, model: MLAModel, cache_format: str) -> int:
+    """Tokens, in whole pages, that a cache of so many bytes on each GPU of an attention group holds."""
+    page_bytes = PAGE_SIZE * kv_bytes_per_token(model, cache_format)
+    return int(cache_bytes // page_bytes) * PAGE_SIZE
+
+
+def largest_batch(cache_bytes: float, model: MLAModel, context: int, cache_format: str) -> int:
+    """Sequences of ``context`` tokens that one attention group (dp rank) can hold at once.
+
+    A sequence takes whole pages. Raises DoesNotFit where not even one fits, ValueError for a context below 1.
+    """
+    if context < 1:
+        raise ValueError(f"context must be at least 1 token, got {context}.")
+    tokens = tokens_that_fit(cache_bytes, model, cache_format)
+    batch = tokens // (math.ceil(context / PAGE_SIZE) * PAGE_SIZE)
+    if batch == 0:
+        raise DoesNotFit(
+            f"the {cache_format} cache must hold a sequence of {context} tokens, got room for {tokens}."
+        )
+    return batch

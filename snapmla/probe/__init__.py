@@ -1,0 +1,2 @@
+"""The probe: a small byte-level MLA language model that the workflow trains itself, and what is measured on
+it."""

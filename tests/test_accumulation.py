@@ -1,0 +1,83 @@
+"""The model of the tensor core's additions: equal to an H200 bit by bit, and what follows from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from snapmla.metrics import relative_l2
+from snapmla.quantization import Quantized
+from snapmla.reference import PROMOTED, SINGLE_ACCUMULATOR, Accumulation, Rules, emulated_attention
+from snapmla.reference.accumulation import tensor_core_add
+
+RECORDED = Path(__file__).parent / "data" / "fp8_accumulation.safetensors"
+
+with safe_open(RECORDED, "pt") as _file:
+    CASES = sorted({name.split(".")[0] for name in _file.keys()})  # noqa: SIM118 (no mapping)
+    METADATA = _file.metadata()
+
+
+def recorded(case: str) -> tuple[torch.Tensor, ...]:
+    """a [64, k] and b [64, k] (e4m3 values, float32), start value c and hardware result d [64, 64]."""
+    with safe_open(RECORDED, "pt") as file:
+        a, b = (file.get_tensor(f"{case}.{x}").view(torch.float8_e4m3fn).float() for x in "ab")
+        return a, b, file.get_tensor(f"{case}.c"), file.get_tensor(f"{case}.d")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_model_equals_the_hardware_bit_by_bit(case):
+    a, b, c, d = recorded(case)
+    assert torch.equal(tensor_core_add(c, a, b.T), d)
+    for bits in (12, 14):
+        assert not torch.equal(tensor_core_add(c, a, b.T, bits), d)
+
+
+def test_recording_says_where_it_comes_from():
+    assert "NVIDIA H200" in METADATA["gpu"] and METADATA["date"] and METADATA["cuda"]
+    assert len(CASES) == 8
+
+
+def test_additions_are_cut_off_toward_zero():
+    one = torch.ones(1, 1)
+    for sign in (1.0, -1.0):
+        start = sign * (1.0 + 2.0**-14) * one
+        assert tensor_core_add(start, one * 0, one).item() == sign
+        assert tensor_core_add(sign * one * 2.0**13, one * sign, one).item() == sign * (2.0**13 + 1)
+        assert tensor_core_add(sign * one * 2.0**14, one * sign, one).item() == sign * 2.0**14
+    assert tensor_core_add(0 * one, 0 * one, one).item() == 0.0
+    with pytest.raises(TypeError, match="float32"):
+        tensor_core_add(one.double(), one.double(), one.double())
+
+
+def flat_error(keys: int, mean: float, std: float, accumulation: Accumulation) -> float:
+    """Flat attention over values of this mean and deviation in e4m3 units, against float64 on the same values."""
+    generator = torch.Generator().manual_seed(0)
+    content = (torch.randn(keys, 64, generator=generator) * std + mean).to(torch.float8_e4m3fn)
+    key = Quantized(content, torch.zeros(keys, 64), torch.ones(keys))
+    query = Quantized(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64), torch.ones(1, 1))
+    out, _ = emulated_attention(query, key, 1.0, rules=Rules(accumulation=accumulation))
+    return relative_l2(out[0, 0].bfloat16(), content.double().mean(0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "mean", "std", "measured"),
+    [
+        (1024, 120, 16, 0.0125),
+        (4096, 120, 16, 0.077),
+        (16384, 120, 16, 0.385),
+        (4096, 40, 60, 0.038),
+        (4096, 0, 120, 0.0020),
+    ],
+)
+def test_one_accumulator_has_the_errors_of_an_h200(keys, mean, std, measured):
+    """`measured`: one accumulator for the whole sequence, an attention sketch on an H200 (driver 580, CUDA 13.0)."""
+    assert flat_error(keys, mean, std, SINGLE_ACCUMULATOR) == pytest.approx(measured, rel=0.06)
+
+
+def test_promoted_accumulation_keeps_the_error_from_growing():
+    """The project's guarantee: the error does not grow with the context."""
+    errors = [flat_error(keys, 120, 16, PROMOTED) for keys in (64, 1024, 16384)]
+    assert max(errors) < 2e-3 and errors[-1] < 1.2 * errors[0]

@@ -1,0 +1,367 @@
+"""Figures, tables and claims from invented result folders (figure_data.py): files, bytes, labels, errors,
+verdicts.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, timed, write_run_json
+
+FOLDER = Path(__file__).resolve().parent.parent / "paper_figures"
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation")
+TABLES = ("table1", "table2")
+INPUTS = {
+    "fig1": "throughput/throughput.csv",
+    "fig3": "distribution/mse.csv",
+    "fig4": "fidelity/layer_error.csv",
+    "fig5": "kernel_bench/kernel_bench.csv",
+    "fig6": "kernel_bench/roofline.csv",
+    "fig_accumulation": "accumulation/accumulation.csv",
+    "table1": "quality/quality.csv",
+    "table2": "fidelity/layer_error.csv",
+}
+PANELS = {
+    "fig1": 6, "fig2": 1, "fig3": 3, "fig4": 6, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
+    "fig_accumulation": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    """The scripts import each other as top-level modules, as they do when run by path."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+def draw(name: str, root: Path, *options: str) -> int:
+    return importlib.import_module(name).main(["--results", str(root), *options])
+
+
+def outputs(root: Path) -> dict[str, bytes]:
+    files = [path for folder in ("figures", "tables") for path in (root / folder).glob("*")]
+    return {path.name: path.read_bytes() for path in files + list(root.glob("claims.*"))}
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = Fake().write(tmp_path_factory.mktemp("results of figures"))
+    for name in (*FIGURES, *TABLES, "claims"):
+        assert draw(name, root) == 0
+    return root
+
+
+def test_every_item_is_written_in_every_format(drawn: Path) -> None:
+    expected = {f"{name}.{suffix}" for name in FIGURES for suffix in ("pdf", "svg", "png")}
+    expected |= {f"{name}.{suffix}" for name in TABLES for suffix in ("csv", "md", "tex")} | {
+        "claims.csv",
+        "claims.md",
+    }
+    assert set(outputs(drawn)) == expected  # and no temporary file is left
+
+
+def test_a_second_process_writes_the_same_bytes(drawn: Path, tmp_path: Path) -> None:
+    again = Fake().write(tmp_path)
+    names = [*FIGURES, *TABLES, "claims"]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[2:]: assert importlib.import_module(name).main(['--results', sys.argv[1]]) == 0"
+    )
+    subprocess.run([sys.executable, "-c", code, str(again), *names], cwd=FOLDER, check=True)
+    first, second = outputs(drawn), outputs(again)
+    assert [name for name in first if first[name] != second.get(name)] == []
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_panel_has_a_badge_and_fonts_are_embedded(drawn: Path, name: str) -> None:
+    svg = (drawn / "figures" / f"{name}.svg").read_text()
+    badges = re.findall(r'id="source-\d+-([a-z-]+)"', svg)
+    assert len(badges) == PANELS[name]
+    assert "<text" not in svg  # glyphs are paths
+    pdf = (drawn / "figures" / f"{name}.pdf").read_bytes()
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf and b"CreationDate" not in pdf
+
+
+def test_badges_follow_the_data(drawn: Path, tmp_path: Path) -> None:
+    def kinds(root: Path, name: str) -> set[str]:
+        return set(re.findall(r'id="source-\d+-([a-z-]+)"', (root / "figures" / f"{name}.svg").read_text()))
+
+    assert kinds(drawn, "fig6") == {"not-run"} and kinds(drawn, "fig4") == {"measured"}
+    fake = Fake()
+    fake.tables["kernel_bench", "kernel_bench.csv"] = timed(kernel_bench(), "measured", "NVIDIA H200", 0.9)
+    assert draw("fig6", fake.write(tmp_path)) == 0
+    assert kinds(tmp_path, "fig6") == {"measured"}
+
+
+def test_recorded_rows_are_drawn_only_where_nothing_was_measured(tmp_path: Path) -> None:
+    recorded = tmp_path / "elsewhere" / "h200"
+    recorded.mkdir(parents=True)
+    timed(kernel_bench(), "recorded", "NVIDIA H200", 0.5).to_csv(recorded / "kernel_bench.csv", index=False)
+    write_run_json(recorded, "kernel_bench")
+    root = Fake().write(tmp_path / "results")
+    assert draw("fig5", root, "--recorded", str(recorded.parent)) == 0
+    assert "source-0-recorded" in (root / "figures" / "fig5.svg").read_text()
+
+    sources, plots = importlib.import_module("sources"), importlib.import_module("kernel_plots")
+    data = plots.load(sources.Results(root, recorded.parent), "H20")
+    assert data.source.short == "recorded H200, 1999-12-31" and data.gpu == "H200"
+    fake = Fake()
+    fake.tables["kernel_bench", "kernel_bench.csv"] = timed(kernel_bench(), "measured", "NVIDIA H20", 0.1)
+    fake.write(root)
+    data = plots.load(sources.Results(root, recorded.parent), "H20")
+    assert data.source.kind == "measured" and data.gpu == "H20" and set(data.rows["source"]) == {"measured"}
+
+
+def test_labels_name_the_device_the_commit_and_the_model(tmp_path: Path) -> None:
+    sources = importlib.import_module("sources")
+    results = sources.Results(Fake().write(tmp_path))
+    rows = pd.DataFrame({"source": ["modelled", "measured", "measured"]})
+    measured, modelled = results.label("throughput", rows)
+    assert measured.long == f"measured here ({FAKE_CPU} (2 cores), commit fa4e000)"
+    assert modelled.long.startswith(f"modelled ({FAKE_GPU}, ") and "nothing timed" in modelled.long
+    assert results.model("quality") == "the probe model"
+
+
+def test_a_panel_without_badge_is_refused(tmp_path: Path) -> None:
+    style = importlib.import_module("style")
+    fig, _ = style.plt.subplots()
+    with pytest.raises(ValueError, match="must have a source badge, got none on panel 0"):
+        style.save(fig, tmp_path, "unlabelled")
+    assert not any(tmp_path.rglob("*.*"))
+
+
+def test_a_failing_write_leaves_the_old_files(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    style, sources = importlib.import_module("style"), importlib.import_module("sources")
+    root = Fake().write(tmp_path)
+    assert draw("fig7", root) == 0
+    before = outputs(root)
+    fig, ax = style.plt.subplots()
+    style.badge(ax, sources.DIAGRAM)
+    monkeypatch.setattr(
+        style.FigureCanvasSVG, "print_svg", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full"))
+    )
+    with pytest.raises(OSError, match="disk full"):
+        style.save(fig, root, "fig7")
+    assert outputs(root) == before and not list((root / "figures").glob(".*"))
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_missing_and_malformed_input_is_one_sentence(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Fake().write(tmp_path)
+    path = root / INPUTS[name]
+    table = pd.read_csv(path)
+    for spoil, pattern in (
+        (
+            lambda: path.unlink(),
+            rf"error: {INPUTS[name]} is missing in .*: run `python -m snapmla\.experiments\.\w+` first\.",
+        ),
+        (lambda: path.write_text(""), rf"error: {INPUTS[name]} must be a CSV file with a header, got .*"),
+        (
+            lambda: table.head(0).to_csv(path, index=False),
+            rf"error: {INPUTS[name]} must have at least one row, got none\.",
+        ),
+        (
+            lambda: table.drop(columns="source").to_csv(path, index=False),
+            rf"error: {INPUTS[name]} must have the column 'source', got .*",
+        ),
+        (
+            lambda: table.assign(source="guessed").to_csv(path, index=False),
+            None
+            if name in ("fig5", "fig6")
+            else r"error: Unknown source of a number: expected one of .*, got 'guessed'\.",
+        ),
+    ):
+        spoil()
+        if pattern:
+            assert draw(name, root) == 1
+            assert re.fullmatch(pattern + "\n", capsys.readouterr().err)
+            assert outputs(root) == {}
+
+
+def test_missing_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw("claims", tmp_path / "nowhere") == 1
+    assert re.fullmatch(
+        r"error: --results must be a folder with result files, got .*nowhere, .*\n", capsys.readouterr().err
+    )
+
+
+def test_scripts_run_by_path_from_elsewhere(tmp_path: Path) -> None:
+    root = Fake().write(tmp_path / "with space")
+    command = [sys.executable, str(FOLDER / "claims.py"), "--results", str(root), "--print"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "PASS" in done.stdout and "NOT RUN" in done.stdout and done.stderr == ""
+
+
+def test_scripts_never_import_the_package() -> None:
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] in ("snapmla", "torch") for name in names), path.name
+
+
+def test_tables_show_paper_and_ours_apart(drawn: Path) -> None:
+    table = pd.read_csv(drawn / "tables" / "table1.csv")
+    paper = table[table["source"] == "paper"]
+    assert len(paper) == 44 and set(paper["model"]) == {"DeepSeek-V3.1", "LongCat-Flash-Thinking"}
+    assert set(table.loc[table["model"] == "the probe model", "source"]) == {"measured"}
+    assert FAKE_CPU in (drawn / "tables" / "table1.md").read_text()
+    configs = pd.read_csv(drawn / "tables" / "table2.csv").set_index("config")
+    errors = (
+        Fake().tables["fidelity", "layer_error.csv"].query("config == 'config_a' and panel == 'accumulated'")
+    )
+    captions = re.findall(r"\\caption{(.*)}\n", (drawn / "tables" / "table1.tex").read_text())
+    assert len(captions) == 2 and not re.search(r"(?<!\\)[%&#_]", " ".join(captions))  # % starts a comment
+    assert configs.loc["config_a", "accumulated_rmse"] == pytest.approx(errors["rmse"].mean())
+
+
+# Claims: (name in claims.toml, change of the tables, status).
+
+
+def scale(key: tuple[str, str], query: str, column: str, factor: float):
+    def change(fake: Fake) -> None:
+        table = fake.tables[key]
+        table.loc[table.query(query).index, column] *= factor
+
+    return change
+
+
+def put(key: tuple[str, str], **columns):
+    def change(fake: Fake) -> None:
+        fake.tables[key] = fake.tables[key].assign(**columns)
+
+    return change
+
+
+def drop(*key: str):
+    return lambda fake: fake.tables.pop(key)
+
+
+def kernels(share: float, spoil_heads: int | None = None):
+    def change(fake: Fake) -> None:
+        table = timed(kernel_bench(), "measured", "NVIDIA H200", share)
+        table.loc[table["heads"] == spoil_heads, "tflops"] *= 0.5
+        fake.tables["kernel_bench", "kernel_bench.csv"] = table
+
+    return change
+
+
+def shrinking_a(fake: Fake) -> None:
+    """A is far worse than SnapMLA, but its error falls with depth."""
+    table = fake.tables[ERRORS]
+    of_a = table["config"] == "config_a"
+    table.loc[of_a, "relative_l2"] = 0.5 - 0.05 * table.loc[of_a, "layer"]
+
+
+def without_b(fake: Fake) -> None:
+    fake.tables[ERRORS] = fake.tables[ERRORS].query("config != 'config_b'")
+
+
+def slow_measured(fake: Fake) -> None:
+    put(THROUGHPUT, source="measured")(fake)
+    scale(THROUGHPUT, "variant == 'snapmla'", "tokens_per_s", 0.9)(fake)
+
+
+def partly_measured(fake: Fake) -> None:
+    """One measured pair without a gain: the modelled pairs beside it do not count."""
+    table = fake.tables[THROUGHPUT]
+    measured = (table["model"] == "FAKE-A") & (table["layout"] == "DP8/TP1") & (table["context"] == 16384)
+    table.loc[measured, ["source", "tokens_per_s"]] = "measured", 5000.0
+
+
+def unchanged(fake: Fake) -> None:
+    pass
+
+
+ERRORS, MSE = ("fidelity", "layer_error.csv"), ("distribution", "mse.csv")
+THROUGHPUT, QUALITY = ("throughput", "throughput.csv"), ("quality", "quality.csv")
+ACCUMULATION = ("accumulation", "accumulation.csv")
+ONE_GROWS = "rule == 'promoted' and keys == 65536 and value_mean == 0"
+CASES = [
+    ("throughput", unchanged, "NOT RUN"),
+    ("throughput", put(THROUGHPUT, source="measured"), "PASS"),
+    ("throughput", slow_measured, "FAIL"),
+    ("throughput", partly_measured, "FAIL"),
+    ("throughput", drop(*THROUGHPUT), "NOT RUN"),
+    ("kernel_peak", unchanged, "NOT RUN"),
+    ("kernel_peak", kernels(0.83), "PASS"),
+    ("kernel_peak", kernels(0.7), "FAIL"),
+    ("kernel_peak", kernels(0.9, spoil_heads=128), "FAIL"),
+    ("kernel_peak", kernels(0.9, spoil_heads=32), "PASS"),
+    ("cache_bytes", unchanged, "PASS"),
+    ("cache_bytes", scale(THROUGHPUT, "variant == 'snapmla'", "bytes_per_token", 2), "FAIL"),
+    ("cache_bytes", put(THROUGHPUT, bytes_per_token=np.nan), "NOT RUN"),
+    ("a_explodes", unchanged, "PASS"),
+    ("a_explodes", scale(ERRORS, "config == 'config_a'", "relative_l2", 0.2), "FAIL"),
+    ("a_explodes", shrinking_a, "FAIL"),
+    ("snapmla_lowest", unchanged, "PASS"),
+    (
+        "snapmla_lowest",
+        scale(ERRORS, "config == 'config_c' and layer == 2", "one_minus_cosine", 0.01),
+        "FAIL",
+    ),
+    ("d_slightly_worse", unchanged, "PASS"),
+    ("d_slightly_worse", scale(ERRORS, "config == 'config_d'", "relative_l2", 0.9), "FAIL"),
+    ("d_slightly_worse", scale(ERRORS, "config == 'config_d'", "relative_l2", 3), "FAIL"),
+    ("bc_worse", unchanged, "PASS"),
+    ("bc_worse", scale(ERRORS, "config == 'config_b'", "relative_l2", 0.1), "FAIL"),
+    ("bc_worse", drop(*ERRORS), "NOT RUN"),
+    ("bc_worse", without_b, "NOT RUN"),
+    ("rope_mse", unchanged, "PASS"),
+    ("rope_mse", scale(MSE, "part == 'rope'", "mse", 0.1), "FAIL"),
+    ("quality", unchanged, "PASS"),
+    ("quality", scale(QUALITY, "variant == 'snapmla' and context == 4096", "score", 1.1), "FAIL"),
+    ("quality", scale(QUALITY, "variant == 'snapmla' and task == 'bits_per_byte'", "score", 1.015), "FAIL"),
+    ("accumulation", unchanged, "PASS"),
+    ("accumulation", scale(ACCUMULATION, ONE_GROWS, "relative_l2", 2), "FAIL"),
+    ("accumulation", drop(*ACCUMULATION), "NOT RUN"),
+]
+
+
+@pytest.mark.parametrize(
+    ("claim", "change", "status"), CASES, ids=[f"{name}-{n}-{s}" for n, (name, _, s) in enumerate(CASES)]
+)
+def test_the_data_decide_a_claim(claim: str, change, status: str, tmp_path: Path) -> None:
+    claims, sources = importlib.import_module("claims"), importlib.import_module("sources")
+    fake = Fake()
+    change(fake)
+    table = claims.judge(sources.Results(fake.write(tmp_path), recorded=tmp_path)).set_index("claim")
+    row = table.loc[sources.published("claims.toml")[claim]["claim"]]
+    assert row["status"] == status, row["detail"]
+    assert row["detail"] and (row["ours"] != "") == (status != "NOT RUN")
+
+
+def test_a_modelled_speedup_is_no_evidence_but_is_told(drawn: Path) -> None:
+    row = pd.read_csv(drawn / "claims.csv").iloc[0]
+    assert row["status"] == "NOT RUN" and "1.80x" in row["detail"] and pd.isna(row["ours"])
+
+
+def test_every_claim_has_a_judge() -> None:
+    claims, sources = importlib.import_module("claims"), importlib.import_module("sources")
+    assert list(claims.JUDGES) == list(sources.published("claims.toml"))
+
+
+def test_algorithm1_keeps_the_enforced_order() -> None:
+    module = importlib.import_module("algorithm1")
+    steps = module.snapmla(3)
+    times = module.schedule(steps)
+    for pair in range(3):
+        even, odd = 2 * pair, 2 * pair + 1
+        for half in ("left", "right"):
+            assert times[f"pv{even}{half}"][1] <= times[f"pv{odd}{half}"][0]
+            assert times[f"pv{odd}{half}"][0] >= times[f"softmax{odd}"][1]
+    inverted = module.schedule(module.flashmla(1))
+    assert inverted["pv1right"][1] <= inverted["pv0right"][0]

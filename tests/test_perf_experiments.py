@@ -1,0 +1,174 @@
+"""The throughput model and the kernel benchmark's tables, with configurations composed from conf/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import hydra
+import pandas
+import pytest
+from omegaconf import OmegaConf
+
+from snapmla import results
+from snapmla.experiments import kernel_bench, throughput
+from snapmla.models import DEEPSEEK_V3_1, ParallelLayout
+from snapmla.roofline import GPUS, get_gpu
+
+
+def compose(experiment: str, *overrides: str):
+    """The configuration that ``main`` of the experiment gets."""
+    with hydra.initialize_config_dir(str(results.conf_dir()), version_base="1.3"):
+        return OmegaConf.to_object(hydra.compose(f"{experiment}_application", list(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("context", "batch", "step_ms"), [(16384, 24, 33.0), (65536, 6, 31.4), (131072, 3, 30.2)]
+)
+def test_model_agrees_with_recorded_steps(context, batch, step_ms):
+    """vLLM 0.25.1 with FlashMLA BF16 on one H200: one rank of DP8/TP1 (32 of 256 experts), recorded.
+
+    ``other_us`` is fitted to these three; the rest of the model is not.
+    """
+    rank = replace(DEEPSEEK_V3_1, routed_experts=32)
+    step = throughput.model_step(
+        compose("throughput"), get_gpu("H200"), rank, ParallelLayout(1, 1), batch, context, "bf16"
+    )
+    assert step.step_ms == pytest.approx(step_ms, rel=0.10)
+
+
+def test_throughput_rows():
+    cfg = compose("throughput")
+    rows = throughput.table(cfg)
+    assert len(rows) == 2 * 3 * 4 * 2
+    assert {row["source"] for row in rows} == {"modelled"}
+    for row in rows:
+        assert tuple(row) == throughput.COLUMNS
+        assert row["status"] == "ok" and row["reason"] is None
+        dp = ParallelLayout.parse(row["layout"]).dp
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * dp / row["step_ms"] * 1e3)
+        assert row["bytes_per_token"] == {"bf16": 1152, "snapmla": 644}[row["variant"]]
+        assert 0 < row["attention_ms"] < row["step_ms"]
+    batch = {(r["variant"], r["model"], r["layout"], r["context"]): r["batch"] for r in rows}
+    # Recorded: 425,342 BF16 tokens, hence 3 sequences of 128k; the same pool holds 5 at 644 bytes.
+    assert batch["bf16", "DeepSeek-V3.1", "DP8/TP1", 131072] == 3
+    assert batch["snapmla", "DeepSeek-V3.1", "DP8/TP1", 131072] == 5
+
+
+def test_attention_is_at_the_stated_share_of_the_roofline():
+    """128 heads in BF16 at 64k, batch 32: compute bound, 0.847 ms a layer recorded on an H200."""
+    step = throughput.model_step(
+        compose("throughput"), get_gpu("H200"), DEEPSEEK_V3_1, ParallelLayout(8, 1), 32, 65536, "bf16"
+    )
+    assert step.attention_ms / DEEPSEEK_V3_1.attention_layers == pytest.approx(0.847, rel=0.02)
+
+
+def test_communication_and_linear_layers_enter_the_step():
+    args = (get_gpu("H200"), DEEPSEEK_V3_1, ParallelLayout(8, 1))
+    plain = throughput.model_step(compose("throughput"), *args, 8, 16384, "snapmla")
+    talking = throughput.model_step(compose("throughput", "communication_us=100"), *args, 8, 16384, "snapmla")
+    assert talking.step_ms - plain.step_ms == pytest.approx(6.1)
+    assert plain.gemm_ms < plain.weights_ms  # small batches wait for weights
+    big = throughput.model_step(compose("throughput"), *args, 4096, 64, "snapmla")
+    assert big.gemm_ms > big.weights_ms
+    assert big.step_ms == pytest.approx(big.attention_ms + big.gemm_ms + big.other_ms)
+
+
+def test_layouts_that_do_not_fit_are_not_run():
+    rows = throughput.table(compose("throughput", "engine.gpu=H100", "contexts=[16384]"))
+    by_layout = {(r["model"], r["layout"], r["variant"]): r for r in rows}
+    unfit = by_layout["DeepSeek-V3.1", "DP8/TP1", "snapmla"]
+    assert unfit["status"] == "not run"
+    assert unfit["reason"].startswith("On the H100, the weights of DeepSeek-V3.1 in DP8/TP1 must fit")
+    assert all(
+        unfit[key] is None
+        for key in ("bytes_per_token", "memory_gb", "batch", "step_ms", "attention_ms", "tokens_per_s")
+    )
+
+
+def test_speedups_pair_what_both_ran():
+    cfg = compose("throughput", "contexts=[131072]", "models=[DeepSeek-V3.1]", "layouts=[DP8/TP1]")
+    rows = throughput.table(cfg)
+    speed = {row["variant"]: row["tokens_per_s"] for row in rows}
+    assert throughput.speedups(rows) == {"DeepSeek-V3.1/DP8/TP1/131072": speed["snapmla"] / speed["bf16"]}
+    rows[0]["tokens_per_s"] = None
+    assert throughput.speedups(rows) == {}
+
+
+def test_fig5_shapes_are_the_workloads():
+    cfg = compose("kernel_bench", "fig5.contexts=[131072]")
+    shapes = kernel_bench.fig5_shapes(cfg.fig5, cfg.engine)
+    assert [(s.layout, s.heads) for s in shapes] == [
+        ("DP1/TP8", 16), ("DP4/TP2", 64), ("DP8/TP1", 128), ("DP1/TP8", 8), ("DP4/TP2", 32), ("DP8/TP1", 64),
+    ]  # fmt: skip
+    throughput_rows = throughput.table(compose("throughput", "contexts=[131072]", "variants=[bf16]"))
+    assert [s.batch for s in shapes] == [row["batch"] for row in throughput_rows]
+
+
+def test_fig6_grid():
+    cfg = compose("kernel_bench")
+    shapes = kernel_bench.fig6_shapes(cfg.fig6)
+    assert {(s.heads, s.s_q) for s in shapes} == {(h, q) for h in (16, 32, 64, 128) for q in (1, 2)}
+    assert {s.batch for s in shapes} == {32} and {s.model for s in shapes} == {None}
+    assert (min(s.context for s in shapes), max(s.context for s in shapes)) == (1024, 131072)
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H200"])
+def test_nothing_is_shown_as_measured_without_a_kernel(gpu):
+    cfg = compose("kernel_bench")
+    shapes = kernel_bench.fig6_shapes(cfg.fig6)
+    rows = kernel_bench.bench_table(cfg, shapes, gpu)
+    assert len(rows) == 3 * len(shapes)
+    numbers = ("time_us", "tflops", "gbps", "ideal_us", "share_of_ideal")
+    for row in rows:
+        assert tuple(row) == kernel_bench.COLUMNS
+        assert row["status"] == "not run" and row["reason"].endswith(".")
+        assert all(row[key] is None for key in numbers)
+    assert all("kernels are not built" in row["reason"] for row in rows if row["variant"] == "snapmla")
+    assert all("no Hopper GPU" in row["reason"] for row in rows if row["variant"] != "snapmla") == (
+        gpu is None
+    )
+
+
+def test_a_workload_that_does_not_fit_has_a_row_and_no_roofline():
+    cfg = compose("kernel_bench", "engine.gpu=H100", "fig5.models=[DeepSeek-V3.1]", "fig5.layouts=[DP8/TP1]")
+    shapes = kernel_bench.fig5_shapes(cfg.fig5, cfg.engine)
+    rows = kernel_bench.bench_table(cfg, shapes, None)
+    assert all(row["batch"] is None and "must fit" in row["reason"] for row in rows)
+    assert kernel_bench.roofline_table(cfg, shapes) == []
+
+
+def test_unknown_variant():
+    cfg = compose("kernel_bench", "variants=[flashmla]")
+    with pytest.raises(ValueError, match="variants must be among snapmla, flashmla_bf16, .*got 'flashmla'"):
+        kernel_bench.bench_table(cfg, kernel_bench.fig6_shapes(cfg.fig6), None)
+
+
+def test_kernel_bench_writes_its_files(tmp_path):
+    """As a command; tests/test_experiment_app.py covers what applications have in common."""
+    settings = [f"results_dir={tmp_path}", "tracking.mode=disabled"]
+    settings += ["fig5.contexts=[16384]", "fig6.contexts=[16384]"]
+    command = [sys.executable, "-m", "snapmla.experiments.kernel_bench", *settings]
+    subprocess.run(command, cwd=results.REPOSITORY, check=True, timeout=240)
+    bench = pandas.read_csv(tmp_path / "kernel_bench" / "kernel_bench.csv")
+    assert tuple(bench.columns) == kernel_bench.COLUMNS
+    assert set(bench["status"]) == {"not run"}
+    roofline = pandas.read_csv(tmp_path / "kernel_bench" / "roofline.csv")
+    assert list(roofline.columns) == [
+        "gpu", "heads", "s_q", "batch", "context", "format", "time_us", "tflops", "bound",
+        "effective_peak_tflops", "source",
+    ]  # fmt: skip
+    assert set(roofline["source"]) == {"modelled"}
+    assert set(roofline["gpu"]) == set(GPUS)
+    keys = ["heads", "s_q", "batch", "context"]
+    assert not roofline.duplicated(["gpu", "format", *keys]).any()
+    planned = bench[keys].drop_duplicates().merge(roofline[keys].drop_duplicates(), on=keys)
+    assert len(planned) == len(bench[keys].drop_duplicates())  # every planned shape has its roofline
+
+
+def test_values_that_are_not_known():
+    with pytest.raises(ValueError, match="gpu must be one of H20, .*got 'A100'"):
+        throughput.table(compose("throughput", "engine.gpu=A100"))
+    with pytest.raises(ValueError, match="cache_format must be one of bf16, snapmla, got 'fp8'"):
+        throughput.table(compose("throughput", "variants=[fp8]"))

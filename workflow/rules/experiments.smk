@@ -1,0 +1,71 @@
+# One rule per experiment: `python -m snapmla.experiments.<name>` makes the folder <name>/.
+
+# What each needs of the others, what it makes beside run.json, and what it occupies. Two threads for what
+# computes long, on larger machines too: sums in another order would change the last digits. A GPU for what
+# measures on one.
+EXPERIMENTS = {
+    "probe": dict(
+        needs=[],
+        makes=["model/config.json", "model/model.safetensors", "training.csv", "corpus.json"],
+        threads=2,
+    ),
+    "latents": dict(
+        needs=["probe/model/config.json", "probe/model/model.safetensors"],
+        makes=["latents.safetensors", "latents.json", "heldout.csv"],
+        threads=2,
+    ),
+    "distribution": dict(
+        needs=["latents/latents.safetensors", "latents/latents.json"],
+        makes=["ranges.csv", "histogram.csv", "mse.csv"],
+        threads=2,
+    ),
+    "fidelity": dict(
+        needs=[
+            "latents/latents.safetensors",
+            "latents/latents.json",
+            "probe/model/config.json",
+            "probe/model/model.safetensors",
+        ],
+        makes=["layer_error.csv"],
+        threads=2,
+    ),
+    "quality": dict(
+        needs=["probe/model/config.json", "probe/model/model.safetensors"],
+        makes=["quality.csv"],
+        threads=2,
+    ),
+    "accumulation": dict(needs=[], makes=["accumulation.csv"], threads=2),
+    "kernel_bench": dict(needs=[], makes=["kernel_bench.csv", "roofline.csv"], gpu=1),
+    "throughput": dict(needs=[], makes=["throughput.csv"], gpu=1),
+}
+
+if unknown := set(config["experiments"]) - set(EXPERIMENTS):
+    raise WorkflowError(
+        f"The key experiments must name some of {', '.join(EXPERIMENTS)}, got {sorted(unknown)[0]!r}."
+    )
+
+
+for name, experiment in ({} if REDRAW_ONLY else EXPERIMENTS).items():
+
+    rule:
+        name:
+            name
+        message:
+            f"Experiment {name}"
+        input:
+            experiment["needs"],
+        output:
+            [f"{name}/{file}" for file in [*experiment["makes"], "run.json"]],
+        params:
+            module=f"snapmla.experiments.{name}",
+            overrides=overrides(name),
+            sources=sources(f"snapmla/experiments/{name}.py", *provenance.conf_files(name)),
+        threads: experiment.get("threads", 1)
+        resources:
+            gpu=experiment.get("gpu", 0),
+        log:
+            f"logs/{name}.log",
+        benchmark:
+            f"benchmarks/{name}.tsv"
+        shell:
+            "python3 -m {params.module} {params.overrides:q} 2>&1 | tee {log:q}"
