@@ -33,8 +33,10 @@ RUN = PATH="$(abspath $(VENV))/bin:$$PATH"
 PY = $(VENV)/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
 # Python compiles the few modules it imports; compiling them all takes as long as the rest of the installation. An image that
-# nobody may write to wants it: COMPILE=--compile.
+# nobody may write to wants it: COMPILE=--compile. Where the caller's shell forbids Python to keep what it compiled, every
+# process would compile torch again (15 s): hence the empty value.
 COMPILE ?= --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL = $(PIP) install --quiet $(COMPILE)
 
 # Stamps: a second call starts at once, a changed lock or target installs again.
