@@ -140,11 +140,15 @@ def footer(fig: Figure, note: str = "") -> None:
 
 
 def context_ticks(ax: Axes, contexts: Iterable[int]) -> None:
-    """Logarithmic x axis over context lengths, with ticks such as 16k at them (thinned to six)."""
-    values = sorted({int(context) for context in contexts})
-    step = -(-len(values) // 6)
+    """Logarithmic x axis over context lengths, with ticks such as 16k at them, a sixth of the axis or more apart."""
+    values = sorted({int(context) for context in contexts}, reverse=True)
+    apart = (values[0] / values[-1]) ** (1 / 6)
+    ticks = values[:1]
+    for value in values[1:]:
+        if ticks[-1] >= apart * value:
+            ticks.append(value)
     ax.set_xscale("log", base=2)
-    ax.set_xticks(values[::-1][::step][::-1], [context_name(value) for value in values[::-1][::step][::-1]])
+    ax.set_xticks(ticks, [context_name(value) for value in ticks])
     ax.minorticks_off()
 
 

@@ -17,7 +17,6 @@ EXPERIMENTS = {
     "distribution": dict(
         needs=["latents/latents.safetensors", "latents/latents.json"],
         makes=["ranges.csv", "histogram.csv", "mse.csv"],
-        threads=2,
     ),
     "fidelity": dict(
         needs=[
@@ -34,7 +33,7 @@ EXPERIMENTS = {
         makes=["quality.csv"],
         threads=2,
     ),
-    "accumulation": dict(needs=[], makes=["accumulation.csv"], threads=2),
+    "accumulation": dict(needs=[], makes=["accumulation.csv"]),
     "kernel_bench": dict(needs=[], makes=["kernel_bench.csv", "roofline.csv"], gpu=1),
     "throughput": dict(needs=[], makes=["throughput.csv"], gpu=1),
 }
