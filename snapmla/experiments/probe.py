@@ -8,45 +8,13 @@ Python version).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from omegaconf import MISSING
 
 from snapmla import results
 from snapmla.experiments._app import BaseConfig, Run, application
 from snapmla.probe import corpus, train
-
-
-@dataclass
-class ShapeConfig(train.Shape):
-    """conf/probe.yaml explains the values."""
-
-    hidden_size: int = MISSING
-    intermediate_size: int = MISSING
-    layers: int = MISSING
-    heads: int = MISSING
-    qk_nope_head_dim: int = MISSING
-    v_head_dim: int = MISSING
-    rope_theta: float = MISSING
-    max_position_embeddings: int = MISSING
-    initializer_range: float = MISSING
-
-
-@dataclass
-class PhaseConfig(train.Phase):
-    sequence: int = MISSING
-    batch: int = MISSING
-    steps: int = MISSING
-
-
-@dataclass
-class OptimizerConfig(train.Optimizer):
-    muon_learning_rate: float = MISSING
-    adamw_learning_rate: float = MISSING
-    warmup_steps: int = MISSING
-    cooldown_share: float = MISSING
-    weight_decay: float = MISSING
-    clip_norm: float = MISSING
 
 
 @dataclass
@@ -58,10 +26,10 @@ class EvaluationConfig:
 
 @dataclass
 class ProbeConfig(BaseConfig):
-    shape: ShapeConfig = field(default_factory=ShapeConfig)
-    phases: dict[str, PhaseConfig] = MISSING
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    shape: train.Shape = MISSING
+    phases: dict[str, train.Phase] = MISSING
+    optimizer: train.Optimizer = MISSING
+    evaluation: EvaluationConfig = MISSING
 
 
 @application("probe", ProbeConfig)
