@@ -73,6 +73,7 @@ ARG TARGET
 ARG PIP_NO_CACHE_DIR=1
 COPY . .
 RUN make setup TARGET="${TARGET}" VENV=/opt/venv \
+    && if command -v nvcc; then make kernels; fi \
     && /opt/venv/bin/python -m compileall -q snapmla \
     && mkdir -m 1777 /results
 # The commit for the provenance of results: the image has no .git (--build-arg SNAPMLA_COMMIT="$(git rev-parse HEAD)").

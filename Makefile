@@ -45,11 +45,14 @@ LOCK_STAMP := $(VENV)/.made-lock
 TORCH_STAMP := $(VENV)/.made-torch-$(if $(SYSTEM_SITE),system,$(TARGET)-$(TORCH))
 PACKAGE_STAMP := $(VENV)/.made-package
 
-.PHONY: all test figures sync lint setup deps flashmla lock clean distclean help
+.PHONY: all kernels test figures sync lint setup deps flashmla lock clean distclean help
 
 all: setup ## run the whole workflow: every figure, table and claim (SIZE=full or short)
 	@echo "== workflow ($(SIZE))"
 	@$(RUN) $(PY) -m snakemake all --configfile "conf/workflow/$(SIZE).yaml" --cores $(CORES) $(SNAKEMAKE_ARGS)
+
+kernels: ## compile the CUDA kernels (needs nvcc 12.4 or newer, no GPU)
+	@kernels/build.sh
 
 figures: setup ## redraw the figures and tables from the result files
 	@$(RUN) $(PY) -m snakemake figures --configfile "conf/workflow/$(SIZE).yaml" --cores $(CORES) $(SNAKEMAKE_ARGS)

@@ -8,19 +8,18 @@ implementations.
 | `fetch_kv` | gather slots and dequantize them to BF16 (Fused-Fetch-Dequant) |
 | `mla_decode` | attention of quantized queries over the paged cache |
 
-CPU tensors go to the emulation, which rounds exactly where the FP8 kernels do. CUDA tensors are refused in
-this version: no kernels are built yet. `snapmla.cache.LatentCache` and `snapmla.decode` are the comfortable
-way in.
+CPU tensors go to the emulation, which rounds exactly where the FP8 kernels do; CUDA tensors on a Hopper GPU to
+the kernels (`snapmla.native`), of which `mla_decode` is not built yet. `snapmla.cache.LatentCache` and
+`snapmla.decode` are the comfortable way in.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from snapmla import native
 from snapmla.checks import check_cache, check_decode, check_query_parts, check_slots, check_tensor
 from snapmla.layout import (
     KV_LORA_RANK,
@@ -235,16 +234,53 @@ def _check_slot_range(name: str, slots: Tensor, content_cache: Tensor) -> None:
         raise IndexError(f"{name} must be below the cache's {capacity} slots, got {int(slots.max())}.")
 
 
-def refuse_cuda(name: str) -> Callable[..., None]:
-    """What a CUDA tensor is dispatched to while no kernel is built."""
+@quantize_q.register_kernel("cuda")
+def _(q_content: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    check_query_parts(q_content, q_rope)
+    results = (
+        q_content.new_empty(q_content.shape, dtype=E4M3),
+        q_rope.new_empty(q_rope.shape),
+        q_content.new_empty(q_content.shape[:-1], dtype=torch.float32),
+    )
+    rows = (
+        x.reshape(-1, *x.shape[-2:]) for x in (q_content, q_rope)
+    )  # copies only strides that do not collapse
+    native.quantize_q(*rows, *results)
+    return results
 
-    def refuse(*_: object) -> None:
-        raise RuntimeError(
-            f"snapmla::{name} has no CUDA kernel in this version: move the tensors to the CPU for the emulation."
-        )
 
-    return refuse
+@append_kv.register_kernel("cuda")
+def _(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+) -> None:
+    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
+    native.append_kv(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
 
 
-for _op in (quantize_q, append_kv, append_kv_buffer, fetch_kv, mla_decode):
-    _op.register_kernel("cuda", refuse_cuda(_op._name))
+@append_kv_buffer.register_kernel("cuda")
+def _(content: Tensor, rope: Tensor, slot_mapping: Tensor, buffer: Tensor) -> None:
+    planes = split_planes(buffer)
+    _check_append(content, rope, slot_mapping, *planes)
+    native.append_kv(content, rope, slot_mapping, *planes)
+
+
+@fetch_kv.register_kernel("cuda")
+def _(content_cache: Tensor, rope_cache: Tensor, scale_cache: Tensor, slots: Tensor) -> Tensor:
+    check_cache(content_cache, rope_cache, scale_cache)
+    check_slots("slots", slots, content_cache)
+    out = rope_cache.new_empty(slots.shape[0], QK_HEAD_DIM)
+    native.fetch_kv((content_cache, rope_cache, scale_cache), slots, out)
+    return out
+
+
+@mla_decode.register_kernel("cuda")
+def refuse_decode(*_: object) -> None:
+    """What CUDA tensors are told while the decode kernel is not built."""
+    raise RuntimeError(
+        "snapmla::mla_decode has no CUDA kernel in this version: move the tensors to the CPU for the emulation."
+    )

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from snapmla.metrics import relative_l2
-from snapmla.quantization import Quantized
+from snapmla.quantization import Quantized, to_e4m3
 from snapmla.reference import PROMOTED, SINGLE_ACCUMULATOR, Accumulation, Rules, emulated_attention
 from snapmla.reference.accumulation import tensor_core_add
 
@@ -55,7 +55,7 @@ def test_additions_are_cut_off_toward_zero():
 def flat_error(keys: int, mean: float, std: float, accumulation: Accumulation) -> float:
     """Flat attention over values of this mean and deviation in e4m3 units, against float64 on the same values."""
     generator = torch.Generator().manual_seed(0)
-    content = (torch.randn(keys, 64, generator=generator) * std + mean).to(torch.float8_e4m3fn)
+    content = to_e4m3(torch.randn(keys, 64, generator=generator) * std + mean)
     key = Quantized(content, torch.zeros(keys, 64), torch.ones(keys))
     query = Quantized(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64), torch.ones(1, 1))
     out, _ = emulated_attention(query, key, 1.0, rules=Rules(accumulation=accumulation))

@@ -396,7 +396,7 @@ def test_import_is_light():
 
 def test_a_kernel_call_without_kernels_says_so():
     """Case 17. What a CUDA tensor would be dispatched to, called by hand: no GPU is needed."""
-    from snapmla.ops import refuse_cuda
+    from snapmla.ops import refuse_decode
 
     with pytest.raises(RuntimeError, match="snapmla::mla_decode has no CUDA kernel in this version"):
-        refuse_cuda("mla_decode")()
+        refuse_decode()

@@ -107,7 +107,7 @@ def why_not_run(variant: str, gpu: str | None) -> str:
     if variant not in VARIANTS:
         raise ValueError(f"variants must be among {', '.join(VARIANTS)}, got {variant!r}.")
     if variant == "snapmla":
-        return "The SnapMLA CUDA kernels are not built in this version."
+        return "The SnapMLA decode kernel is not built in this version."
     if gpu is None:
         return "This machine has no Hopper GPU (compute capability 9.0)."
     return f"This version has no timing of {variant} yet."
