@@ -125,7 +125,7 @@ def test_nothing_is_shown_as_measured_without_a_kernel(gpu):
         assert tuple(row) == kernel_bench.COLUMNS
         assert row["status"] == "not run" and row["reason"].endswith(".")
         assert all(row[key] is None for key in numbers)
-    assert all("kernels are not built" in row["reason"] for row in rows if row["variant"] == "snapmla")
+    assert all("decode kernel is not built" in row["reason"] for row in rows if row["variant"] == "snapmla")
     assert all("no Hopper GPU" in row["reason"] for row in rows if row["variant"] != "snapmla") == (
         gpu is None
     )
