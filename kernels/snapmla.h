@@ -1,6 +1,6 @@
 // C interface of the kernels. Pointers are device pointers; every function launches on `stream` (a cudaStream_t), returns
 // without waiting, allocates nothing, and gives the CUDA error code of the launch (0: none). Strides are in elements of their
-// tensor, offsets 64 bits wide. BF16 rows must be 16-byte aligned, e4m3 rows 8-byte aligned.
+// tensor, offsets 64 bits wide. Content rows must be 16-byte aligned, RoPE rows 4-byte aligned.
 #pragma once
 
 #include <cstdint>

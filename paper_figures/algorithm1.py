@@ -36,17 +36,25 @@ class Step:
     after: tuple[str, ...] = ()
 
 
+def scores(pair: int) -> list[Step]:
+    """What both orders begin a pair of blocks with: each warp group's QK and softmax of its own block."""
+    even, odd = 2 * pair, 2 * pair + 1
+    last = (f"softmax{even - 1}",) if pair else ()  # m and σ_P run from block to block
+    return [
+        Step(f"qk{even}", 0, "qk", f"Q·K{even}"),
+        Step(f"qk{odd}", 1, "qk", f"Q·K{odd}"),
+        Step(f"softmax{even}", 0, "softmax", f"P{even}", last),
+        Step(f"softmax{odd}", 1, "softmax", f"P{odd}", (f"softmax{even}",)),
+    ]
+
+
 def snapmla(pairs: int) -> list[Step]:
     """Algorithm 1: both warp groups apply the even block's P before the odd block's."""
     steps = []
     for pair in range(pairs):
         even, odd = 2 * pair, 2 * pair + 1
-        last = (f"softmax{even - 1}",) if pair else ()  # m and σ_P run from block to block
         steps += [
-            Step(f"qk{even}", 0, "qk", f"Q·K{even}"),
-            Step(f"qk{odd}", 1, "qk", f"Q·K{odd}"),
-            Step(f"softmax{even}", 0, "softmax", f"P{even}", last),
-            Step(f"softmax{odd}", 1, "softmax", f"P{odd}", (f"softmax{even}",)),
+            *scores(pair),
             Step(f"pv{even}left", 0, "pv", f"P{even}·V{even}"),
             Step(f"pv{odd}left", 0, "pv", f"P{odd}·V{odd}", (f"softmax{odd}",)),
             Step(f"pv{even}right", 1, "pv", f"P{even}·V{even}", (f"softmax{even}",)),
@@ -62,12 +70,8 @@ def flashmla(pairs: int) -> list[Step]:
     steps = []
     for pair in range(pairs):
         even, odd = 2 * pair, 2 * pair + 1
-        last = (f"softmax{even - 1}",) if pair else ()
         steps += [
-            Step(f"qk{even}", 0, "qk", f"Q·K{even}"),
-            Step(f"qk{odd}", 1, "qk", f"Q·K{odd}"),
-            Step(f"softmax{even}", 0, "softmax", f"P{even}", last),
-            Step(f"softmax{odd}", 1, "softmax", f"P{odd}", (f"softmax{even}",)),
+            *scores(pair),
             Step(f"pv{even}left", 0, "pv", f"P{even}·V{even}"),
             Step(f"rescale{even}", 0, "rescale", f"P{even}·σ/σ", (f"softmax{odd}",)),
             Step(f"pv{odd}left", 0, "pv", f"P{odd}·V{odd}"),

@@ -79,6 +79,7 @@ def _check_device(device: torch.device) -> None:
 def quantize_q(q_content: Tensor, q_rope: Tensor, content: Tensor, rope: Tensor, scale: Tensor) -> None:
     """Fused-Q-Quant of q_content [tokens, heads, 512] and q_rope [tokens, heads, 64] into contiguous results."""
     _check_aligned("q_content", q_content)
+    _check_aligned("q_rope", q_rope, 4)
     tokens, heads, _ = q_content.shape
     strides = [q_content.stride(0), q_content.stride(1)], [q_rope.stride(0), q_rope.stride(1)]
     results = (x.data_ptr() for x in (content, rope, scale))
@@ -98,6 +99,7 @@ def quantize_q(q_content: Tensor, q_rope: Tensor, content: Tensor, rope: Tensor,
 def append_kv(content: Tensor, rope: Tensor, slots: Tensor, *planes: Tensor) -> None:
     """Fused-K-Append of content [tokens, 512] and rope [tokens, 64] to their slots."""
     _check_aligned("content", content)
+    _check_aligned("rope", rope, 4)
     rows = content.data_ptr(), content.stride(0), rope.data_ptr(), rope.stride(0)
     _launch("snapmla_append_kv", content, *rows, *_slots(slots), _cache(*planes))
 
@@ -127,13 +129,14 @@ def _cache(content: Tensor, rope: Tensor, scale: Tensor) -> _Cache:
         if plane.shape[0] and not plane[0].is_contiguous():
             raise ValueError(f"{name} must have contiguous pages, got strides {list(plane.stride())}.")
     _check_aligned("content_cache", content)
+    _check_aligned("rope_cache", rope, 4)
     return _Cache(*(p.data_ptr() for p in planes), *(p.stride(0) for p in planes), content.shape[0])
 
 
-def _check_aligned(name: str, x: Tensor) -> None:
-    """Rows are read and written in pieces of 16 bytes."""
-    step = 16 // x.element_size()
-    if x.data_ptr() % 16 or any(
+def _check_aligned(name: str, x: Tensor, size: int = 16) -> None:
+    """Rows are read and written in pieces of `size` bytes: 16, and 4 for a RoPE part."""
+    step = size // x.element_size()
+    if x.data_ptr() % size or any(
         s % step for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1
     ):
-        raise ValueError(f"{name} must have rows aligned to 16 bytes, got strides {list(x.stride())}.")
+        raise ValueError(f"{name} must have rows aligned to {size} bytes, got strides {list(x.stride())}.")

@@ -46,6 +46,11 @@ def quantize_q(q_content: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor, Tenso
 @quantize_q.register_fake
 def _(q_content: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_query_parts(q_content, q_rope)
+    return _empty_query(q_content, q_rope)
+
+
+def _empty_query(q_content: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `quantize_q`, not yet written."""
     return (
         q_content.new_empty(q_content.shape, dtype=E4M3),
         q_rope.new_empty(q_rope.shape),
@@ -237,14 +242,9 @@ def _check_slot_range(name: str, slots: Tensor, content_cache: Tensor) -> None:
 @quantize_q.register_kernel("cuda")
 def _(q_content: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_query_parts(q_content, q_rope)
-    results = (
-        q_content.new_empty(q_content.shape, dtype=E4M3),
-        q_rope.new_empty(q_rope.shape),
-        q_content.new_empty(q_content.shape[:-1], dtype=torch.float32),
-    )
-    rows = (
-        x.reshape(-1, *x.shape[-2:]) for x in (q_content, q_rope)
-    )  # copies only strides that do not collapse
+    results = _empty_query(q_content, q_rope)
+    # reshape copies only where the strides of the leading dimensions do not collapse
+    rows = (x.reshape(-1, *x.shape[-2:]) for x in (q_content, q_rope))
     native.quantize_q(*rows, *results)
     return results
 

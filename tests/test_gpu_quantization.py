@@ -196,6 +196,10 @@ def test_unaligned_rows_are_refused():
     rope = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ValueError, match="content must have rows aligned to 16 bytes"):
         LatentCache.allocate(1, "cuda").append(memory[:, :512], rope, torch.arange(8, device="cuda"))
+    with pytest.raises(ValueError, match="rope must have rows aligned to 4 bytes"):
+        odd = torch.zeros(8, 65, dtype=torch.bfloat16, device="cuda")[:, :64]
+        content = torch.zeros(8, 512, dtype=torch.bfloat16, device="cuda")
+        LatentCache.allocate(1, "cuda").append(content, odd, torch.arange(8, device="cuda"))
     with pytest.raises(TypeError, match="content_cache must be float8_e4m3fn"):
         planes = LatentCache.allocate(1, "cuda").planes
         ops.fetch_kv(planes[0].view(torch.uint8), *planes[1:], torch.arange(8, device="cuda"))

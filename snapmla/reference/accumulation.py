@@ -73,9 +73,8 @@ def tensor_core_add(accumulator: Tensor, a: Tensor, b: Tensor, bits: int = 13) -
         unit = (a_unit[:, step, None] * b_unit[None, step]).amax(1)
         last_place = _last_place(torch.maximum(unit, _leading_bit(accumulator)), bits)
         products = _cut(a[:, step, None] * b[None, step], last_place[:, None])
-        total = _cut(accumulator, last_place) + products.sum(
-            1
-        )  # exact: at most 21 bits in units of the last place
+        # exact in float32: at most 21 bits in units of the last place
+        total = _cut(accumulator, last_place) + products.sum(1)
         accumulator = _cut(total, _last_place(_leading_bit(total), bits))
     return accumulator
 
