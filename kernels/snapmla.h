@@ -32,4 +32,39 @@ SNAPMLA_API int snapmla_append_kv(const void* content, int64_t content_stride, c
 
 // Fused-Fetch-Dequant. out bfloat16 [tokens, 576], contiguous: zeros for a slot that is negative or past the capacity.
 SNAPMLA_API int snapmla_fetch_kv(snapmla_cache cache, const void* slots, int slots_are_int32, int64_t tokens, void* out, void* stream);
+
+// Queries of a decode call, contiguous: content e4m3 [batch, s_q, heads, 512], rope bfloat16 [batch, s_q, heads, 64] divided by
+// the scale, scale float32 [batch, s_q, heads].
+struct snapmla_query {
+  const void* content;
+  const void* rope;
+  const void* scale;
+  int64_t s_q, heads;
+};
+
+// Sequences of a decode call: block_table int32 [size, max_pages] by its row stride, cache_seqlens int32 [size].
+struct snapmla_batch {
+  const void* block_table;
+  const void* cache_seqlens;
+  int64_t size, max_pages, block_table_stride;
+};
+
+// How a decode call is split over thread blocks: boundaries int32 [parts + 1, 2] of snapmla_decode_schedule; and room for the
+// parts' results, partial_out float32 [row tiles, 2 parts, 64, 512] and partial_lse float32 [row tiles, 2 parts, 64], where
+// row tiles = s_q heads / 64, rounded up.
+struct snapmla_split {
+  const void* boundaries;
+  void* partial_out;
+  void* partial_lse;
+  int64_t parts;
+};
+
+// Tile scheduler metadata: cuts the sequences' key blocks into `parts` of like cost.
+SNAPMLA_API int snapmla_decode_schedule(const void* cache_seqlens, int64_t batch, int64_t max_pages, int64_t parts, void* boundaries,
+                       void* stream);
+
+// Decode attention and the combination of its parts. out bfloat16 [batch, s_q, heads, 512] and lse float32 [batch, heads, s_q],
+// contiguous. Planes of the cache and their page strides must be multiples of 16 bytes.
+SNAPMLA_API int snapmla_mla_decode(snapmla_query query, snapmla_cache cache, snapmla_batch batch, snapmla_split split,
+                       double softmax_scale, int causal, void* out, void* lse, void* stream);
 }

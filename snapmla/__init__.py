@@ -9,7 +9,7 @@ CPU tensors are computed by an emulation that rounds exactly where the FP8 kerne
 """
 
 from snapmla.cache import LatentCache
-from snapmla.decode import merge_partials, mla_decode, mla_decode_quantized, quantize_q
+from snapmla.decode import decode_schedule, merge_partials, mla_decode, mla_decode_quantized, quantize_q
 from snapmla.layout import BYTES_PER_TOKEN, KV_LORA_RANK, PAGE_SIZE, QK_HEAD_DIM, QK_ROPE_HEAD_DIM
 from snapmla.quantization import CONFIGS, QuantConfig, Quantized, dequantize, quantize_key, quantize_query
 
@@ -25,6 +25,7 @@ __all__ = [
     "LatentCache",
     "QuantConfig",
     "Quantized",
+    "decode_schedule",
     "dequantize",
     "merge_partials",
     "mla_decode",

@@ -84,8 +84,9 @@ def check_decode(
     cache_seqlens: Tensor,
     out: Tensor,
     lse: Tensor,
+    schedule: Tensor | None,
 ) -> None:
-    """Quantized queries, paging arguments and results of a decode call."""
+    """Quantized queries, paging arguments, results and schedule of a decode call."""
     check_tensor("q_nope", q_nope, shape=["batch", "s_q", "heads", KV_LORA_RANK], dtype=E4M3)
     batch, s_q, heads, _ = q_nope.shape
     if not 1 <= heads <= MAX_HEADS:
@@ -101,6 +102,13 @@ def check_decode(
         ("lse", lse, [batch, heads, s_q], torch.float32),
     ):
         check_tensor(name, value, shape=shape, dtype=dtype, like=q_nope)
+    if schedule is not None:
+        check_tensor("schedule", schedule, shape=["parts + 1", 2], dtype=torch.int32, like=q_nope)
+        if schedule.shape[0] < 2:
+            raise ValueError(f"schedule must have at least one part, got {schedule.shape[0] - 1}.")
+    for name, value in (("out", out), ("lse", lse)):
+        if not value.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(value.stride())}.")
 
 
 def check_query(q: Tensor) -> None:

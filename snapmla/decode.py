@@ -10,6 +10,8 @@ from snapmla.cache import LatentCache
 from snapmla.checks import check_query, check_tensor
 from snapmla.layout import KV_LORA_RANK
 from snapmla.quantization import E4M3, Quantized
+from snapmla.reference import paged
+from snapmla.schedule import parts_for
 
 
 def quantize_q(q: Tensor) -> Quantized:
@@ -37,6 +39,7 @@ def mla_decode(
     *,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decode attention for BF16 queries: quantizes them and calls `mla_decode_quantized`.
 
@@ -47,7 +50,15 @@ def mla_decode(
     The other arguments and the results are those of `mla_decode_quantized`.
     """
     return mla_decode_quantized(
-        *quantize_q(q), cache, block_table, cache_seqlens, softmax_scale, causal, out=out, lse=lse
+        *quantize_q(q),
+        cache,
+        block_table,
+        cache_seqlens,
+        softmax_scale,
+        causal,
+        out=out,
+        lse=lse,
+        schedule=schedule,
     )
 
 
@@ -63,6 +74,7 @@ def mla_decode_quantized(
     *,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decode attention of quantized queries over the paged cache (paper, Algorithm 1).
 
@@ -79,6 +91,7 @@ def mla_decode_quantized(
         causal: query i of s_q sees the first cache_seqlens - s_q + 1 + i tokens (bottom-right aligned).
         out: bfloat16 [batch, s_q, heads, 512] to write to; needs `lse` as well.
         lse: float32 [batch, heads, s_q] to write to.
+        schedule: of `decode_schedule`, the same for all layers of a step; by default each call makes its own.
 
     Returns:
         out bfloat16 [batch, s_q, heads, 512] and lse float32 [batch, heads, s_q] (natural logarithm of the
@@ -102,10 +115,28 @@ def mla_decode_quantized(
         batch, s_q, heads, _ = q_nope.shape
         out = q_nope.new_empty(batch, s_q, heads, KV_LORA_RANK, dtype=torch.bfloat16)
         lse = q_nope.new_empty(batch, heads, s_q, dtype=torch.float32)
-    ops.mla_decode(
-        q_nope, q_rope, q_scale, *cache.planes, block_table, cache_seqlens, softmax_scale, causal, out, lse
-    )
+    query, paging = (q_nope, q_rope, q_scale), (block_table, cache_seqlens)
+    ops.mla_decode(*query, *cache.planes, *paging, softmax_scale, causal, out, lse, schedule)
     return out, lse
+
+
+def decode_schedule(cache_seqlens: Tensor, block_table: Tensor, s_q: int, heads: int) -> Tensor:
+    """Tile scheduler metadata: how decode calls with these lengths are split over the GPU (`snapmla.schedule`).
+
+    Args:
+        cache_seqlens: int32 [batch].
+        block_table: int32 [batch, max_pages]; only its width counts.
+        s_q, heads: of the queries.
+
+    Returns:
+        int32 [parts + 1, 2], for `mla_decode(..., schedule=)`. Nothing waits for the GPU. On the CPU there is one part.
+    """
+    parts = 1
+    if cache_seqlens.is_cuda:
+        parts = parts_for(
+            torch.cuda.get_device_properties(cache_seqlens.device).multi_processor_count, s_q * heads
+        )
+    return ops.decode_schedule(cache_seqlens, block_table.shape[1], parts)
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,12 +150,5 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         out in the dtype of `outs` and lse float32; a query that sees no token in any part gives 0 and +inf.
     """
-    empty = torch.isposinf(lses)
-    log_weights = lses.float().masked_fill(empty, -torch.inf)
-    nothing = empty.all(0)
-    lse = torch.logsumexp(log_weights, 0)
-    weights = torch.exp(log_weights - torch.where(nothing, 0.0, lse)).transpose(-1, -2).unsqueeze(-1)
-    out = torch.where(weights > 0, outs.float() * weights, 0.0).sum(
-        0
-    )  # an empty part's values are never read
-    return out.to(outs.dtype), torch.where(nothing, torch.inf, lse)
+    out, lse = paged.merge_partials(outs, lses.transpose(-1, -2))
+    return out, lse.transpose(-1, -2)

@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from snapmla.quantization import Quantized
+from snapmla.schedule import ROW_TILE, parts_for, row_tiles
+
 LIBRARY = Path(__file__).parent / "lib" / "libsnapmla_sm90.so"
 """Where the build puts the library; the environment variable SNAPMLA_LIBRARY names another."""
 
-_pointer, _size, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_pointer, _size, _int, _double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 
 
 class _Cache(ctypes.Structure):
@@ -31,6 +34,41 @@ class _Cache(ctypes.Structure):
         ("rope_stride", _size),
         ("scale_stride", _size),
         ("pages", _size),
+    ]
+
+
+class _Query(ctypes.Structure):
+    """`struct snapmla_query`."""
+
+    _fields_ = [
+        ("content", _pointer),
+        ("rope", _pointer),
+        ("scale", _pointer),
+        ("s_q", _size),
+        ("heads", _size),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    """`struct snapmla_batch`."""
+
+    _fields_ = [
+        ("block_table", _pointer),
+        ("cache_seqlens", _pointer),
+        ("size", _size),
+        ("max_pages", _size),
+        ("block_table_stride", _size),
+    ]
+
+
+class _Split(ctypes.Structure):
+    """`struct snapmla_split`."""
+
+    _fields_ = [
+        ("boundaries", _pointer),
+        ("partial_out", _pointer),
+        ("partial_lse", _pointer),
+        ("parts", _size),
     ]
 
 
@@ -49,6 +87,8 @@ _SIGNATURES = {
     ],
     "snapmla_append_kv": [_pointer, _size, _pointer, _size, _pointer, _int, _size, _Cache, _pointer],
     "snapmla_fetch_kv": [_Cache, _pointer, _int, _size, _pointer, _pointer],
+    "snapmla_decode_schedule": [_pointer, _size, _size, _size, _pointer, _pointer],
+    "snapmla_mla_decode": [_Query, _Cache, _Batch, _Split, _double, _int, _pointer, _pointer, _pointer],
 }
 
 
@@ -109,6 +149,72 @@ def fetch_kv(planes: tuple[Tensor, Tensor, Tensor], slots: Tensor, out: Tensor) 
     _launch("snapmla_fetch_kv", out, _cache(*planes), *_slots(slots), out.data_ptr())
 
 
+def decode_schedule(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
+    """`snapmla.schedule.boundaries` on the GPU."""
+    cache_seqlens = cache_seqlens.contiguous()
+    result = cache_seqlens.new_empty(parts + 1, 2)
+    arguments = cache_seqlens.data_ptr(), cache_seqlens.shape[0], max_pages, parts, result.data_ptr()
+    _launch("snapmla_decode_schedule", cache_seqlens, *arguments)
+    return result
+
+
+def mla_decode(
+    query: Quantized,
+    planes: tuple[Tensor, Tensor, Tensor],
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Tensor | None,
+) -> None:
+    """Schedule (where none is given), decode and combine, into out and lse."""
+    batch, s_q, heads, _ = out.shape
+    if batch == 0:
+        return
+    if planes[0].shape[0] == 0 or block_table.shape[1] == 0:  # no token anywhere
+        out.zero_()
+        lse.fill_(torch.inf)
+        return
+    cache = _cache(*planes, rope_alignment=16)
+    _check_aligned("scale_cache", planes[2])
+    query = Quantized(*(x.contiguous() for x in query))
+    for name, x in (("q_nope", query.content), ("q_rope", query.rope), ("out", out)):
+        _check_aligned(name, x)
+    cache_seqlens = cache_seqlens.contiguous()
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    if schedule is None:
+        multiprocessors = torch.cuda.get_device_properties(out.device).multi_processor_count
+        parts = parts_for(multiprocessors, s_q * heads)
+        schedule = decode_schedule(cache_seqlens, block_table.shape[1], parts)
+    schedule = schedule.contiguous()
+    parts = schedule.shape[0] - 1
+    # Two results a part at most: of the sequence that it goes on with, and of the one that it leaves unfinished.
+    slots = row_tiles(s_q * heads), 2 * parts, ROW_TILE
+    partial_out = lse.new_empty(*slots, out.shape[-1])
+    partial_lse = lse.new_empty(slots)
+    _launch(
+        "snapmla_mla_decode",
+        out,
+        _Query(*(x.data_ptr() for x in query), s_q, heads),
+        cache,
+        _Batch(
+            block_table.data_ptr(),
+            cache_seqlens.data_ptr(),
+            batch,
+            block_table.shape[1],
+            block_table.stride(0),
+        ),
+        _Split(schedule.data_ptr(), partial_out.data_ptr(), partial_lse.data_ptr(), parts),
+        softmax_scale,
+        causal,
+        out.data_ptr(),
+        lse.data_ptr(),
+    )
+
+
 def _launch(name: str, like: Tensor, *arguments: object) -> None:
     """Call a function of the library on the device and the current stream of `like`."""
     _check_device(like.device)
@@ -123,13 +229,13 @@ def _slots(slots: Tensor) -> tuple[int, bool, int]:
     return slots.data_ptr(), slots.dtype == torch.int32, slots.shape[0]
 
 
-def _cache(content: Tensor, rope: Tensor, scale: Tensor) -> _Cache:
+def _cache(content: Tensor, rope: Tensor, scale: Tensor, rope_alignment: int = 4) -> _Cache:
     planes = content, rope, scale
     for name, plane in zip(("content_cache", "rope_cache", "scale_cache"), planes, strict=True):
         if plane.shape[0] and not plane[0].is_contiguous():
             raise ValueError(f"{name} must have contiguous pages, got strides {list(plane.stride())}.")
     _check_aligned("content_cache", content)
-    _check_aligned("rope_cache", rope, 4)
+    _check_aligned("rope_cache", rope, rope_alignment)
     return _Cache(*(p.data_ptr() for p in planes), *(p.stride(0) for p in planes), content.shape[0])
 
 

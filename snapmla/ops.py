@@ -6,11 +6,11 @@ implementations.
 | `quantize_q` | BF16 queries -> e4m3 content, aligned BF16 RoPE, scale (Fused-Q-Quant) |
 | `append_kv`, `append_kv_buffer` | quantize new tokens and write them to their cache slots (Fused-K-Append) |
 | `fetch_kv` | gather slots and dequantize them to BF16 (Fused-Fetch-Dequant) |
+| `decode_schedule` | how a decode call is split over the GPU (tile scheduler metadata) |
 | `mla_decode` | attention of quantized queries over the paged cache |
 
 CPU tensors go to the emulation, which rounds exactly where the FP8 kernels do; CUDA tensors on a Hopper GPU to
-the kernels (`snapmla.native`), of which `mla_decode` is not built yet. `snapmla.cache.LatentCache` and
-`snapmla.decode` are the comfortable way in.
+the kernels (`snapmla.native`). `snapmla.cache.LatentCache` and `snapmla.decode` are the comfortable way in.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from snapmla.layout import (
     SCALE_OFFSET,
 )
 from snapmla.quantization import E4M3, Quantized, dequantize, quantize_key, quantize_query
-from snapmla.reference.emulated import emulated_attention
+from snapmla.reference.paged import cuts_of, emulated_sequence, stored_tokens
+from snapmla.schedule import boundaries
 
 
 @custom_op("snapmla::quantize_q", mutates_args=(), device_types="cpu")
@@ -162,6 +163,27 @@ def _(content_cache: Tensor, rope_cache: Tensor, scale_cache: Tensor, slots: Ten
     return rope_cache.new_empty(slots.shape[0], QK_HEAD_DIM)
 
 
+@custom_op("snapmla::decode_schedule", mutates_args=(), device_types="cpu")
+def decode_schedule(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
+    """Cut sequences of these lengths (int32 [batch]) into `parts` parts of like cost: int32 [parts + 1, 2]
+    (`snapmla.schedule.boundaries`)."""
+    _check_schedule(cache_seqlens, max_pages, parts)
+    return boundaries(cache_seqlens, max_pages, parts)
+
+
+@decode_schedule.register_fake
+def _(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
+    _check_schedule(cache_seqlens, max_pages, parts)
+    return cache_seqlens.new_empty(parts + 1, 2)
+
+
+def _check_schedule(cache_seqlens: Tensor, max_pages: int, parts: int) -> None:
+    check_tensor("cache_seqlens", cache_seqlens, shape=["batch"], dtype=torch.int32)
+    for name, value, least in (("max_pages", max_pages, 0), ("parts", parts, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}.")
+
+
 @custom_op("snapmla::mla_decode", mutates_args=("out", "lse"), device_types="cpu")
 def mla_decode(
     q_nope: Tensor,
@@ -176,13 +198,14 @@ def mla_decode(
     causal: bool,
     out: Tensor,
     lse: Tensor,
+    schedule: Tensor | None = None,
 ) -> None:
     """Decode attention over the paged cache into out and lse; see `snapmla.decode.mla_decode_quantized`.
 
-    One emulated attention per sequence, on the tokens that its pages hold and no others.
+    One emulated attention per sequence, on the tokens that its pages hold and no others, cut where the schedule says.
     """
     check_cache(content_cache, rope_cache, scale_cache)
-    check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse)
+    check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse, schedule)
     pages, capacity = content_cache.shape[0], block_table.shape[1] * PAGE_SIZE
     for i, length in enumerate(cache_seqlens.tolist()):
         if not 0 <= length <= capacity:
@@ -192,13 +215,10 @@ def mla_decode(
         used = block_table[i, : -(-length // PAGE_SIZE)].long()
         if length and not 0 <= int(used.min()) <= int(used.max()) < pages:
             raise ValueError(f"block_table[{i}] must hold pages from 0 to {pages - 1}, got {used.tolist()}.")
-        key = Quantized(
-            content_cache.view(torch.uint8)[used].view(E4M3).reshape(-1, KV_LORA_RANK)[:length],
-            rope_cache[used].reshape(-1, QK_ROPE_HEAD_DIM)[:length],
-            scale_cache[used].reshape(-1)[:length],
-        )
+        key = stored_tokens((content_cache, rope_cache, scale_cache), used, length)
         query = Quantized(q_nope[i], q_rope[i], q_scale[i])
-        out_i, lse_i = emulated_attention(query, key, softmax_scale, causal=causal)
+        cuts = [] if schedule is None else cuts_of(schedule, i, length)
+        out_i, lse_i = emulated_sequence(query, key, softmax_scale, causal, cuts)
         out[i] = out_i.bfloat16()
         lse[i] = lse_i.T
 
@@ -217,9 +237,10 @@ def _(
     causal: bool,
     out: Tensor,
     lse: Tensor,
+    schedule: Tensor | None = None,
 ) -> None:
     check_cache(content_cache, rope_cache, scale_cache)
-    check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse)
+    check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse, schedule)
 
 
 def _check_append(content: Tensor, rope: Tensor, slot_mapping: Tensor, *cache: Tensor) -> None:
@@ -278,9 +299,30 @@ def _(content_cache: Tensor, rope_cache: Tensor, scale_cache: Tensor, slots: Ten
     return out
 
 
+@decode_schedule.register_kernel("cuda")
+def _(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
+    _check_schedule(cache_seqlens, max_pages, parts)
+    return native.decode_schedule(cache_seqlens, max_pages, parts)
+
+
 @mla_decode.register_kernel("cuda")
-def refuse_decode(*_: object) -> None:
-    """What CUDA tensors are told while the decode kernel is not built."""
-    raise RuntimeError(
-        "snapmla::mla_decode has no CUDA kernel in this version: move the tensors to the CPU for the emulation."
-    )
+def _(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    q_scale: Tensor,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Tensor | None = None,
+) -> None:
+    check_cache(content_cache, rope_cache, scale_cache)
+    check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse, schedule)
+    query = Quantized(q_nope, q_rope, q_scale)
+    planes = content_cache, rope_cache, scale_cache
+    native.mla_decode(query, planes, block_table, cache_seqlens, softmax_scale, causal, out, lse, schedule)

@@ -32,12 +32,6 @@ SCALE_FLOOR = 2.0**-40
 """Smallest scale. A token without content would otherwise get a scale so small that its aligned RoPE part (r
 / S) overflows. The floor changes no byte of a token whose amax exceeds 448 * 2^-40 = 4.1e-10."""
 
-P_SCALE_FLOOR = 2.0**-80
-"""Smallest scale of a block of probabilities (sigma_P). The output accumulator is held in units of 1 /
-sigma_P of the newest block; after a block whose probabilities are all negligible, an unbounded 1 / sigma_P
-would overflow it. Below the floor such a block merely loses precision, 2^-71 below the largest
-probability."""
-
 
 class Quantized(NamedTuple):
     """Quantized latents (K) or queries (Q).

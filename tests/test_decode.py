@@ -10,9 +10,9 @@ import pytest
 import torch
 from paging import UNUSED_PAGE, latents, paged, poison, queries
 
-from snapmla import LatentCache, compat, mla_decode, mla_decode_quantized, quantize_q
+from snapmla import LatentCache, compat, mla_decode, mla_decode_quantized, native, quantize_q
 from snapmla.metrics import relative_l2
-from snapmla.reference import emulated_attention, exact_attention
+from snapmla.reference import KERNEL_FLOAT32_ADDS, emulated_attention, exact_attention
 
 SCALE = 192**-0.5
 
@@ -41,7 +41,9 @@ def test_paged_decode_is_the_emulation_of_each_sequence():
     out, lse = decode(q, sequences)
     for i in range(4):
         query = quantize_q(q[i])
-        expected, expected_lse = emulated_attention(query, sequences.stored(i), SCALE)
+        expected, expected_lse = emulated_attention(
+            query, sequences.stored(i), SCALE, rules=KERNEL_FLOAT32_ADDS
+        )
         assert torch.equal(out[i], expected.bfloat16())
         assert torch.equal(lse[i], expected_lse.T)
 
@@ -394,9 +396,11 @@ def test_import_is_light():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_kernel_call_without_kernels_says_so():
-    """Case 17. What a CUDA tensor would be dispatched to, called by hand: no GPU is needed."""
-    from snapmla.ops import refuse_decode
-
-    with pytest.raises(RuntimeError, match="snapmla::mla_decode has no CUDA kernel in this version"):
-        refuse_decode()
+def test_another_gpu_is_refused_in_one_sentence(monkeypatch):
+    """Case 17, by hand: no GPU is needed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    native._check_device.cache_clear()
+    with pytest.raises(RuntimeError, match=r"need a Hopper GPU .* got NVIDIA A100 \(8.0\)\.$"):
+        native._check_device(torch.device("cuda", 0))
+    native._check_device.cache_clear()

@@ -205,15 +205,6 @@ def test_unaligned_rows_are_refused():
         ops.fetch_kv(planes[0].view(torch.uint8), *planes[1:], torch.arange(8, device="cuda"))
 
 
-def test_decode_says_that_it_is_not_built():
-    from snapmla import mla_decode
-
-    cache = LatentCache.allocate(1, "cuda")
-    table, lengths = (torch.zeros(s, dtype=torch.int32, device="cuda") for s in ((1, 1), (1,)))
-    with pytest.raises(RuntimeError, match="snapmla::mla_decode has no CUDA kernel in this version"):
-        mla_decode(queries(1, 1, 4).cuda(), cache, table, lengths, 0.1)
-
-
 def test_e4m3_of_the_library_is_e4m3fn():
     content, _, scale = ops.quantize_q(
         torch.full((1, 1, 512), 3.0, dtype=torch.bfloat16, device="cuda"),

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from snapmla import layout, native, quantization
+from snapmla.reference.emulated import DROP_BITS, KEEP_BITS
+from snapmla.schedule import ROW_TILE, SEQUENCE_COST
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
@@ -37,17 +39,32 @@ def test_quantization_rule_is_the_librarys():
     assert float.fromhex(found["kScaleFloor"].rstrip("f")) == quantization.SCALE_FLOOR
 
 
+def test_decode_rules_are_the_librarys():
+    found = constants("sm90/decode/config.cuh")
+    assert float(found["kKeepBits"].rstrip("f")) == KEEP_BITS
+    assert float(found["kDropBits"].rstrip("f")) == DROP_BITS
+    assert int(found["kRowTile"]) == ROW_TILE
+    assert int(found["kSequenceCost"]) == SEQUENCE_COST
+
+
 def test_interface_is_the_headers():
     header = re.sub(r"//[^\n]*", "", (KERNELS / "snapmla.h").read_text())
     functions = {name: args.split(",") for name, args in re.findall(r"int (snapmla_\w+)\(([^)]*)\)", header)}
-    kinds = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "snapmla_cache": native._Cache}
+    structures = {
+        "snapmla_cache": native._Cache,
+        "snapmla_query": native._Query,
+        "snapmla_batch": native._Batch,
+        "snapmla_split": native._Split,
+    }
+    kinds = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "double": ctypes.c_double, **structures}
     declared = {
         name: [ctypes.c_void_p if "*" in argument else kinds[argument.split()[0]] for argument in arguments]
         for name, arguments in functions.items()
     }
     assert declared == native._SIGNATURES
-    fields = re.search(r"struct snapmla_cache {(.*?)}", header, re.DOTALL).group(1)
-    assert re.findall(r"(\w+)(?=[,;])", fields) == [name for name, _ in native._Cache._fields_]
+    for name, structure in structures.items():
+        fields = re.search(rf"struct {name} {{(.*?)}}", header, re.DOTALL).group(1)
+        assert re.findall(r"(\w+)(?=[,;])", fields) == [field for field, _ in structure._fields_]
 
 
 @pytest.mark.skipif(not (os.environ.get("NVCC") or shutil.which("nvcc")), reason="needs nvcc, found none")

@@ -9,12 +9,14 @@ from torch import Tensor
 from snapmla.layout import KV_LORA_RANK
 from snapmla.quantization import CONFIGS, Quantized, quantize_key, quantize_query
 from snapmla.reference.accumulation import FLOAT32_ADDS, PROMOTED, SINGLE_ACCUMULATOR, Accumulation
-from snapmla.reference.emulated import ALGORITHM_1, Rules, emulated_attention
+from snapmla.reference.emulated import ALGORITHM_1, KERNEL, KERNEL_FLOAT32_ADDS, Rules, emulated_attention
 from snapmla.reference.exact import exact_attention
 
 __all__ = [
     "ALGORITHM_1",
     "FLOAT32_ADDS",
+    "KERNEL",
+    "KERNEL_FLOAT32_ADDS",
     "PROMOTED",
     "SINGLE_ACCUMULATOR",
     "VARIANTS",

@@ -19,7 +19,16 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "kernels" / "probes" / "fp8_accumulation.cu"
-NVCC = ["nvcc", "-O2", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC", "-shared", "-o"]
+NVCC = [
+    "nvcc",
+    "-O2",
+    "-std=c++17",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-Xcompiler",
+    "-fPIC",
+    "-shared",
+    "-o",
+]
 
 # name: operands' mean and standard deviation in e4m3 units (None: any finite bit pattern), products, start value's size
 CASES = {

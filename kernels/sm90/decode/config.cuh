@@ -1,0 +1,33 @@
+// Constants of the decode kernel. What they trade off is in README.md.
+#pragma once
+
+#include "../../common/layout.cuh"
+
+namespace snapmla::decode {
+
+constexpr int kBlockKeys = kPageSize;  // keys of one step of the main loop (BlockN): a page
+constexpr int kRowTile = 64;           // rows (a query of a head each) of one thread block
+constexpr int kStages = 4;             // key blocks in shared memory; each has its own buffer for P
+
+// P's reference is kept while a block's largest P' lies at most this many bits below it (Rules.keep_bits).
+constexpr float kKeepBits = 12.f;
+// A reference is never more than this many bits below the row's highest: the outputs' units cannot overflow (Rules.drop_bits).
+constexpr float kDropBits = 40.f;
+
+// Warp groups, in this order: two compute QK and the softmax (even and odd key blocks), two PV (output columns 0–255, 256–511).
+constexpr int kSoftmaxGroups = 2;
+constexpr int kValueGroups = 2;
+constexpr int kGroup = 128;  // threads of a warp group
+constexpr int kGroupWarps = 4;
+constexpr int kThreads = (kSoftmaxGroups + kValueGroups) * kGroup;
+// Registers a thread of each; 128 on average is what 512 threads get.
+constexpr int kSoftmaxRegisters = 72;
+constexpr int kValueRegisters = 184;
+static_assert(kSoftmaxRegisters + kValueRegisters == 2 * 128, "setmaxnreg must hand out what the launch got");
+
+// What a sequence costs besides its key blocks, in key blocks: its queries' load, pipeline start and results.
+constexpr int kSequenceCost = 4;
+
+constexpr float kLn2 = 0.693147181f;
+
+}  // namespace snapmla::decode

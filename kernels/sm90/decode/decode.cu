@@ -1,0 +1,99 @@
+// Launches the kernels of a decode call: schedule, decode, combine.
+#include <cuda_runtime.h>
+#include <cudaTypedefs.h>
+
+#include "../../snapmla.h"
+#include "combine.cuh"
+#include "kernel.cuh"
+#include "schedule.cuh"
+
+namespace snapmla::decode {
+namespace {
+
+// The driver's function that describes a tensor to the copy engine; the library does not link against the driver.
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  return encoder;
+}
+
+// A tensor [outer, 64 or more rows, columns] that is copied in boxes of 64 rows of 128 bytes, swizzled. Strides in bytes; reads
+// outside give zeros.
+template <typename Element>
+CUresult describe(CUtensorMap* map, const void* base, uint64_t columns, uint64_t rows, uint64_t outer, uint64_t row_stride,
+                  uint64_t outer_stride) {
+  constexpr CUtensorMapDataType kType = sizeof(Element) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint64_t sizes[] = {columns, rows, outer}, strides[] = {row_stride, outer_stride};
+  const cuuint32_t box[] = {128 / sizeof(Element), kRowTile, 1}, steps[] = {1, 1, 1};
+  const auto encode = tensor_map_encoder();
+  if (!encode) return CUDA_ERROR_NOT_FOUND;
+  return encode(map, kType, 3, const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+}  // namespace
+}  // namespace snapmla::decode
+
+int snapmla_decode_schedule(const void* cache_seqlens, int64_t batch, int64_t max_pages, int64_t parts, void* boundaries,
+                            void* stream) {
+  using namespace snapmla::decode;
+  schedule_kernel<<<1, kScheduleThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const int*>(cache_seqlens), int(batch), int(max_pages), int(parts), static_cast<Boundary*>(boundaries));
+  return cudaGetLastError();
+}
+
+int snapmla_mla_decode(snapmla_query query, snapmla_cache cache, snapmla_batch batch, snapmla_split split, double softmax_scale,
+                       int causal, void* out, void* lse, void* stream) {
+  using namespace snapmla;
+  using namespace snapmla::decode;
+  const int64_t rows = query.s_q * query.heads;
+  TensorMaps maps;
+  constexpr int64_t kRopeBytes = kQkRopeHeadDim * sizeof(__nv_bfloat16);
+  const CUresult results[] = {
+      describe<uint8_t>(&maps.q_content, query.content, kKvLoraRank, rows, batch.size, kKvLoraRank, rows * kKvLoraRank),
+      describe<__nv_bfloat16>(&maps.q_rope, query.rope, kQkRopeHeadDim, rows, batch.size, kRopeBytes, rows * kRopeBytes),
+      describe<uint8_t>(&maps.k_content, cache.content, kKvLoraRank, kPageSize, cache.pages, kKvLoraRank, cache.content_stride),
+      describe<__nv_bfloat16>(&maps.k_rope, cache.rope, kQkRopeHeadDim, kPageSize, cache.pages, kRopeBytes,
+                              cache.rope_stride * sizeof(__nv_bfloat16))};
+  for (const CUresult result : results) {
+    if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+  }
+
+  Params p;
+  p.q_scale = static_cast<const float*>(query.scale);
+  p.block_table = static_cast<const int*>(batch.block_table);
+  p.cache_seqlens = static_cast<const int*>(batch.cache_seqlens);
+  p.scale_cache = static_cast<const float*>(cache.scale);
+  p.boundaries = static_cast<const Boundary*>(split.boundaries);
+  p.out = static_cast<__nv_bfloat16*>(out);
+  p.lse = static_cast<float*>(lse);
+  p.partial_out = static_cast<float*>(split.partial_out);
+  p.partial_lse = static_cast<float*>(split.partial_lse);
+  p.block_table_stride = batch.block_table_stride;
+  p.scale_page_stride = cache.scale_stride;
+  p.batch = int(batch.size);
+  p.s_q = int(query.s_q);
+  p.heads = int(query.heads);
+  p.rows = int(rows);
+  p.max_pages = int(batch.max_pages);
+  p.parts = int(split.parts);
+  p.scale_log2 = float(softmax_scale * 1.4426950408889634);
+  p.causal = causal != 0;
+
+  const auto launch_stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t attribute =
+      cudaFuncSetAttribute(decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage));
+  if (attribute != cudaSuccess) return attribute;
+  const unsigned tiles = unsigned((rows + kRowTile - 1) / kRowTile), parts = unsigned(split.parts);
+  decode_kernel<<<dim3(tiles, parts), kThreads, sizeof(Storage), launch_stream>>>(maps, p);
+  if (parts > 1) combine_kernel<<<dim3(unsigned(rows), parts), kCombineThreads, 0, launch_stream>>>(p);
+  return cudaGetLastError();
+}

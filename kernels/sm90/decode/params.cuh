@@ -1,0 +1,77 @@
+// What the kernels of one decode call share.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_bf16.h>
+
+#include "config.cuh"
+
+namespace snapmla::decode {
+
+// Work is cut along the sequences: part p of a call visits the key blocks from boundary p to boundary p + 1, in order.
+struct Boundary {
+  int sequence;
+  int block;  // of that sequence
+};
+
+struct Params {
+  const float* q_scale;        // [batch, rows]
+  const int* block_table;      // [batch, max_pages], rows block_table_stride apart
+  const int* cache_seqlens;    // [batch]
+  const float* scale_cache;    // [pages, 64], pages scale_page_stride apart
+  const Boundary* boundaries;  // [parts + 1]
+  __nv_bfloat16* out;          // [batch, rows, 512]
+  float* lse;                  // [batch, heads, s_q]
+  // Results of parts of sequences: part p leaves that of a sequence which began in an earlier part in slot 2 p, and that of one
+  // which ends in a later part in slot 2 p + 1; both, where neither holds, in `out` and `lse`.
+  float* partial_out;  // [row tiles, 2 parts, 64, 512], normalized
+  float* partial_lse;  // [row tiles, 2 parts, 64], base 2, -inf: sees no key
+  int64_t block_table_stride, scale_page_stride;
+  int batch, s_q, heads, rows;  // rows = s_q heads, heads the faster
+  int max_pages, parts;
+  float scale_log2;  // softmax_scale log2(e)
+  bool causal;
+
+  // Tokens of a sequence; a length that block_table has no room for is cut.
+  __device__ int length(int sequence) const {
+    const int64_t capacity = int64_t(max_pages) * kPageSize;
+    return max(int64_t(0), min(int64_t(cache_seqlens[sequence]), capacity));
+  }
+  // Where the result of a row of one sequence goes.
+  __device__ int64_t out_row(int sequence, int row) const { return (int64_t(sequence) * rows + row) * kKvLoraRank; }
+  __device__ int64_t lse_index(int sequence, int row) const {
+    return (int64_t(sequence) * heads + row % heads) * s_q + row / heads;
+  }
+  __device__ int64_t partial_row(int tile, int slot, int row) const {
+    return (int64_t(tile) * 2 * parts + slot) * kRowTile + row;
+  }
+};
+
+__host__ __device__ inline int blocks_of(int length) { return (length + kBlockKeys - 1) / kBlockKeys; }
+
+// The blocks that a part visits of one sequence, and where their result goes.
+struct Piece {
+  int length;        // tokens of the sequence
+  int begin, end;    // its blocks
+  int slot;          // of the partial results; negative: the whole sequence, to `out` and `lse`
+
+  __device__ Piece(const Params& p, int part, const Boundary& first, const Boundary& last, int sequence)
+      : length(p.length(sequence)) {
+    const int blocks = blocks_of(length);
+    begin = sequence == first.sequence ? first.block : 0;
+    end = sequence == last.sequence ? last.block : blocks;
+    slot = begin > 0 ? 2 * part : end < blocks ? 2 * part + 1 : -1;
+  }
+};
+
+// Visits the pieces of the part between two boundaries, which lie in shared memory: registers are short in the roles.
+template <typename Visit>
+__device__ __forceinline__ void for_each_piece(const Params& p, int part, const Boundary (&boundaries)[2], const Visit& visit) {
+  const Boundary &first = boundaries[0], &last = boundaries[1];
+  for (int sequence = first.sequence; sequence < last.sequence || (sequence == last.sequence && last.block > 0); ++sequence) {
+    visit(sequence, Piece(p, part, first, last, sequence));
+  }
+}
+
+}  // namespace snapmla::decode

@@ -1,0 +1,48 @@
+// Cuts a batch into parts of like cost on the device, without the host knowing the lengths. snapmla/schedule.py is the same rule.
+#pragma once
+
+#include "params.cuh"
+
+namespace snapmla::decode {
+
+constexpr int kScheduleThreads = 1024;
+
+// A sequence costs kSequenceCost + its blocks; laid end to end they make a line, cut into `parts` equal pieces. A cut inside a
+// sequence's first kSequenceCost units, or before it, comes before its first block.
+__global__ void __launch_bounds__(kScheduleThreads) schedule_kernel(const int* cache_seqlens, int batch, int max_pages, int parts,
+                                                                    Boundary* boundaries) {
+  __shared__ int64_t warp_sums[kScheduleThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int each = (batch + kScheduleThreads - 1) / kScheduleThreads;
+  const int begin = min(int(threadIdx.x) * each, batch), end = min(begin + each, batch);
+  const auto blocks = [&](int sequence) { return min(blocks_of(max(cache_seqlens[sequence], 0)), max_pages); };
+
+  int64_t own = 0;
+  for (int sequence = begin; sequence < end; ++sequence) own += kSequenceCost + blocks(sequence);
+  int64_t through = own;  // costs of this warp's threads up to this one
+  for (int other = 1; other < 32; other *= 2) {
+    const int64_t before = __shfl_up_sync(~0u, through, other);
+    if (lane >= other) through += before;
+  }
+  if (lane == 31) warp_sums[warp] = through;
+  __syncthreads();
+  int64_t start = through - own, total = 0;
+  for (int w = 0; w < kScheduleThreads / 32; ++w) {
+    if (w < warp) start += warp_sums[w];
+    total += warp_sums[w];
+  }
+
+  const int64_t share = max((total + parts - 1) / parts, int64_t(1));
+  for (int sequence = begin; sequence < end; ++sequence) {
+    const int64_t stop = start + kSequenceCost + blocks(sequence);
+    for (int64_t part = (start + share - 1) / share; part * share < stop && part <= parts; ++part) {
+      boundaries[part] = {sequence, int(max(part * share - start - kSequenceCost, int64_t(0)))};
+    }
+    start = stop;
+  }
+  for (int part = threadIdx.x; part <= parts; part += kScheduleThreads) {
+    if (part * share >= total) boundaries[part] = {batch, 0};
+  }
+}
+
+}  // namespace snapmla::decode

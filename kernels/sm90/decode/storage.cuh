@@ -1,0 +1,71 @@
+// Shared memory of the decode kernel, and the barriers that hand it over.
+#pragma once
+
+#include <cstdint>
+
+#include "../../common/ptx.cuh"
+#include "params.cuh"
+
+namespace snapmla::decode {
+
+constexpr int kContentTile = 128;  // content columns of one copy: the 128-byte swizzle's width
+constexpr int kContentTiles = kKvLoraRank / kContentTile;
+
+// 64 rows of e4m3 content and BF16 RoPE as the copy engine leaves them: four tiles of 64 rows of 128 bytes, and one for RoPE,
+// the 16-byte pieces of each row swizzled.
+struct Latents {
+  uint8_t content[kContentTiles][kRowTile][kContentTile];
+  uint8_t rope[kRowTile][2 * kQkRopeHeadDim];
+};
+
+// The reference of a row, in log2 units: the exponent that P' is divided by, and the highest so far.
+struct Reference {
+  float now, highest;
+};
+
+struct alignas(1024) Storage {
+  Latents query;
+  Latents key[kStages];
+  // P in e4m3, [row][key], keys of 16 in the order in which a lane holds them (README.md), 16-byte pieces swizzled.
+  uint8_t p[kStages][kRowTile][kBlockKeys];
+  float k_scale[kStages][kBlockKeys];
+  float gamma[kStages][kRowTile];           // what O is multiplied by before the block is added
+  uint8_t moved[kStages][kRowTile / 8];     // of eight rows each: whether any gamma is not 1
+  Reference reference[kSoftmaxGroups][kRowTile];
+  float sum[kSoftmaxGroups][kRowTile];      // each softmax group's share of the sum of exponentials
+  float inverse_sum[kRowTile];
+  Boundary boundaries[2];                   // of this thread block's part
+
+  // mbarriers                   completed by                               waited for by
+  uint64_t query_full;        // the copy engine                            both softmax groups: Q of a sequence
+  uint64_t key_full[kStages];    // the copy engine (4 warps announce)      softmax group (QK), both PV groups (V)
+  uint64_t key_empty[kStages];   // 8 warps of the PV groups                the warps of PV group 1 that refill the stage
+  uint64_t p_full[kStages];      // 4 warps of the block's softmax group    both PV groups: P, gamma, moved
+  uint64_t p_empty[kStages];     // 8 warps of the PV groups                the block's softmax group
+  uint64_t sum_full;          // 4 warps of softmax group 0                 both PV groups: inverse_sum of a sequence
+  uint64_t sum_empty;         // 8 warps of the PV groups                   softmax group 0
+};
+
+// Named barriers. The references go from the group of one block to that of the next: group g arrives on kReferenceFrom + g.
+// Each PV group has one of its own, kKeysCleared + group.
+enum NamedBarrier { kReferenceFrom = 1, kSoftmaxDone = 3, kKeysCleared = 4 };
+
+// Parities of the mbarriers. A stage's four barriers advance together, once for each block that uses it, so that one bit a stage
+// says which use is next; the sequence's three advance with each sequence. Every role counts on its own.
+constexpr int kSequence = kStages;
+struct Parities {
+  uint32_t bits = 0;
+
+  __device__ uint32_t of(int stage) const { return bits >> stage & 1; }           // completes: this use has been filled
+  __device__ uint32_t before(int stage) const { return of(stage) ^ 1; }            // completes: the use before was released
+  __device__ void advance(int stage) { bits ^= 1u << stage; }
+};
+
+// The thread in its group, read afresh: what follows from it would otherwise wait in registers from block to block.
+__device__ __forceinline__ int group_thread() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return int(thread % kGroup);
+}
+
+}  // namespace snapmla::decode

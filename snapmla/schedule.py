@@ -1,0 +1,50 @@
+"""How a decode call is split over thread blocks: the rule of kernels/sm90/decode/schedule.cuh.
+
+A sequence costs `SEQUENCE_COST` plus its pages. Laid end to end, the sequences make a line that is cut into equal
+parts, each visited by its own thread blocks (one for each tile of `ROW_TILE` rows); a sequence that is cut has its
+parts combined afterwards. Lengths are read on the device only, so that a captured CUDA graph follows new ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snapmla.layout import PAGE_SIZE
+
+ROW_TILE = 64
+"""Rows (a query of a head each) of one thread block."""
+
+SEQUENCE_COST = 4
+"""What a sequence costs besides its pages, in pages: its queries' load, the pipeline's start, its results."""
+
+
+def row_tiles(rows: int) -> int:
+    """Thread blocks that the rows of a sequence, s_q * heads, need."""
+    return -(-rows // ROW_TILE)
+
+
+def parts_for(multiprocessors: int, rows: int) -> int:
+    """Parts that give every multiprocessor one thread block."""
+    return max(1, multiprocessors // row_tiles(rows))
+
+
+def boundaries(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
+    """Where each part begins.
+
+    Args:
+        cache_seqlens: int32 [batch], on the CPU.
+        max_pages: width of the block table; longer lengths are cut.
+        parts: how many.
+
+    Returns:
+        int32 [parts + 1, 2]: sequence and page of it; part p visits the pages from boundary p to boundary p + 1.
+    """
+    pages = (cache_seqlens.long().clamp_min(0) + PAGE_SIZE - 1).div(PAGE_SIZE, rounding_mode="floor")
+    ends = (pages.clamp_max(max_pages) + SEQUENCE_COST).cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    cuts = torch.arange(parts + 1) * max(-(-total // parts), 1)
+    sequence = torch.searchsorted(ends, cuts, right=True)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])[sequence]
+    page = torch.where(cuts >= total, 0, (cuts - starts - SEQUENCE_COST).clamp_min(0))
+    return torch.stack([sequence, page], 1).int()
