@@ -30,6 +30,22 @@ SNAPMLA_API int snapmla_quantize_q(const void* content, int64_t content_token_st
 SNAPMLA_API int snapmla_append_kv(const void* content, int64_t content_stride, const void* rope, int64_t rope_stride, const void* slots,
                       int slots_are_int32, int64_t tokens, snapmla_cache cache, void* stream);
 
+// What an engine does to a token before it is cached: RMSNorm of the content (weight bfloat16 [512]) and rotary embedding of the
+// RoPE part (cos_sin bfloat16 or float32 [.., 64], 32 cosines and 32 sines for each position; positions int64 or int32 [tokens];
+// interleaved: pairs 2 i, 2 i + 1, otherwise i, i + 32).
+struct snapmla_norm_rope {
+  const void* weight;
+  const void* cos_sin;
+  const void* positions;
+  int cos_sin_is_float32, positions_are_int32, interleaved;
+  float epsilon;
+};
+
+// The same after both, from content and rope as the projection leaves them. weight must be 16-byte aligned.
+SNAPMLA_API int snapmla_norm_rope_append_kv(const void* content, int64_t content_stride, const void* rope, int64_t rope_stride,
+                       snapmla_norm_rope norm_rope, const void* slots, int slots_are_int32, int64_t tokens,
+                       snapmla_cache cache, void* stream);
+
 // Fused-Fetch-Dequant. out bfloat16 [tokens, 576], contiguous: zeros for a slot that is negative or past the capacity.
 SNAPMLA_API int snapmla_fetch_kv(snapmla_cache cache, const void* slots, int slots_are_int32, int64_t tokens, void* out, void* stream);
 

@@ -98,6 +98,36 @@ class LatentCache:
         else:
             ops.append_kv_buffer(content, rope, slot_mapping, self.buffer)
 
+    def norm_rope_append(
+        self,
+        content: Tensor,
+        rope: Tensor,
+        slot_mapping: Tensor,
+        norm_weight: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        *,
+        epsilon: float = 1e-6,
+        interleaved: bool = True,
+    ) -> None:
+        """`append` of tokens as the projection leaves them: RMSNorm and rotary embedding in the same launch.
+
+        Args:
+            content: bfloat16 [tokens, 512], c_KV before its RMSNorm.
+            rope: bfloat16 [tokens, 64], k_R before the rotary embedding.
+            slot_mapping: int64 or int32 [tokens]; a negative slot skips its token.
+            norm_weight: bfloat16 [512], of the RMSNorm (`kv_a_layernorm`).
+            cos_sin: float32 or bfloat16 [max_position, 64], 32 cosines and 32 sines for each position.
+            positions: int64 or int32 [tokens].
+            epsilon: of the RMSNorm.
+            interleaved: pairs are values 2 i, 2 i + 1 (DeepSeek's checkpoints); otherwise i, i + 32.
+        """
+        before = norm_weight, cos_sin, positions, epsilon, interleaved
+        if self.buffer is None:
+            ops.norm_rope_append_kv(content, rope, slot_mapping, *before, *self.planes)
+        else:
+            ops.norm_rope_append_kv_buffer(content, rope, slot_mapping, *before, self.buffer)
+
     def fetch(self, slots: Tensor) -> Tensor:
         """Gather slots (int64 or int32 [tokens]) and dequantize them: bfloat16 [tokens, 576]; zeros for a
         negative slot."""

@@ -37,6 +37,20 @@ class _Cache(ctypes.Structure):
     ]
 
 
+class _NormRope(ctypes.Structure):
+    """`struct snapmla_norm_rope`."""
+
+    _fields_ = [
+        ("weight", _pointer),
+        ("cos_sin", _pointer),
+        ("positions", _pointer),
+        ("cos_sin_is_float32", _int),
+        ("positions_are_int32", _int),
+        ("interleaved", _int),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
 class _Query(ctypes.Structure):
     """`struct snapmla_query`."""
 
@@ -86,6 +100,11 @@ _SIGNATURES = {
         _pointer,
     ],
     "snapmla_append_kv": [_pointer, _size, _pointer, _size, _pointer, _int, _size, _Cache, _pointer],
+    "snapmla_norm_rope_append_kv": [
+        *[_pointer, _size, _pointer, _size],
+        _NormRope,
+        *[_pointer, _int, _size, _Cache, _pointer],
+    ],
     "snapmla_fetch_kv": [_Cache, _pointer, _int, _size, _pointer, _pointer],
     "snapmla_decode_schedule": [_pointer, _size, _size, _size, _pointer, _pointer],
     "snapmla_mla_decode": [_Query, _Cache, _Batch, _Split, _double, _int, _pointer, _pointer, _pointer],
@@ -142,6 +161,24 @@ def append_kv(content: Tensor, rope: Tensor, slots: Tensor, *planes: Tensor) -> 
     _check_aligned("rope", rope, 4)
     rows = content.data_ptr(), content.stride(0), rope.data_ptr(), rope.stride(0)
     _launch("snapmla_append_kv", content, *rows, *_slots(slots), _cache(*planes))
+
+
+def norm_rope_append_kv(
+    content: Tensor,
+    rope: Tensor,
+    slots: Tensor,
+    before: tuple[Tensor, Tensor, Tensor, float, bool],
+    *planes: Tensor,
+) -> None:
+    """The same after RMSNorm and rotary embedding; `before`: weight, cos_sin, positions, epsilon, interleaved."""
+    weight, cos_sin, positions, epsilon, interleaved = before
+    for name, value, size in (("content", content, 16), ("rope", rope, 4), ("norm_weight", weight, 16)):
+        _check_aligned(name, value, size)
+    positions = positions.contiguous()
+    kinds = cos_sin.dtype == torch.float32, positions.dtype == torch.int32, interleaved, epsilon
+    norm_rope = _NormRope(weight.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), *kinds)
+    rows = content.data_ptr(), content.stride(0), rope.data_ptr(), rope.stride(0)
+    _launch("snapmla_norm_rope_append_kv", content, *rows, norm_rope, *_slots(slots), _cache(*planes))
 
 
 def fetch_kv(planes: tuple[Tensor, Tensor, Tensor], slots: Tensor, out: Tensor) -> None:

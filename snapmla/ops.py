@@ -5,6 +5,7 @@ implementations.
 |---|---|
 | `quantize_q` | BF16 queries -> e4m3 content, aligned BF16 RoPE, scale (Fused-Q-Quant) |
 | `append_kv`, `append_kv_buffer` | quantize new tokens and write them to their cache slots (Fused-K-Append) |
+| `norm_rope_append_kv`, `norm_rope_append_kv_buffer` | the same after RMSNorm and rotary embedding |
 | `fetch_kv` | gather slots and dequantize them to BF16 (Fused-Fetch-Dequant) |
 | `decode_schedule` | how a decode call is split over the GPU (tile scheduler metadata) |
 | `mla_decode` | attention of quantized queries over the paged cache |
@@ -30,6 +31,7 @@ from snapmla.layout import (
     ROPE_OFFSET,
     SCALE_OFFSET,
 )
+from snapmla.norm_rope import check_norm_rope, rms_norm, rotate
 from snapmla.quantization import E4M3, Quantized, dequantize, quantize_key, quantize_query
 from snapmla.reference.paged import cuts_of, emulated_sequence, stored_tokens
 from snapmla.schedule import boundaries
@@ -139,6 +141,85 @@ def _append(
     )  # index_put has no e4m3
     rope_cache[page, offset] = quantized.rope
     scale_cache[page, offset] = quantized.scale
+
+
+@custom_op(
+    "snapmla::norm_rope_append_kv",
+    mutates_args=("content_cache", "rope_cache", "scale_cache"),
+    device_types="cpu",
+)
+def norm_rope_append_kv(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    epsilon: float,
+    interleaved: bool,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+) -> None:
+    """`append_kv` of tokens that have had neither RMSNorm (norm_weight [512], BF16) nor rotary embedding (cos_sin
+    [.., 64], positions [tokens]); `snapmla.norm_rope` has the roundings."""
+    check_norm_rope(content, norm_weight, cos_sin, positions)
+    content, rope = (
+        rms_norm(content, norm_weight, epsilon),
+        rotate(rope, cos_sin[positions.long()], interleaved),
+    )
+    _append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
+
+
+@norm_rope_append_kv.register_fake
+def _(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    epsilon: float,
+    interleaved: bool,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+) -> None:
+    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
+    check_norm_rope(content, norm_weight, cos_sin, positions)
+
+
+@custom_op("snapmla::norm_rope_append_kv_buffer", mutates_args=("buffer",), device_types="cpu")
+def norm_rope_append_kv_buffer(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    epsilon: float,
+    interleaved: bool,
+    buffer: Tensor,
+) -> None:
+    """`norm_rope_append_kv` for a cache in one buffer, uint8 [pages, 41216]."""
+    before = norm_weight, cos_sin, positions, epsilon, interleaved
+    norm_rope_append_kv(content, rope, slot_mapping, *before, *split_planes(buffer))
+
+
+@norm_rope_append_kv_buffer.register_fake
+def _(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    epsilon: float,
+    interleaved: bool,
+    buffer: Tensor,
+) -> None:
+    _check_append(content, rope, slot_mapping, *split_planes(buffer))
+    check_norm_rope(content, norm_weight, cos_sin, positions)
 
 
 @custom_op("snapmla::fetch_kv", mutates_args=(), device_types="cpu")
@@ -288,6 +369,42 @@ def _(content: Tensor, rope: Tensor, slot_mapping: Tensor, buffer: Tensor) -> No
     planes = split_planes(buffer)
     _check_append(content, rope, slot_mapping, *planes)
     native.append_kv(content, rope, slot_mapping, *planes)
+
+
+@norm_rope_append_kv.register_kernel("cuda")
+def _(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    epsilon: float,
+    interleaved: bool,
+    content_cache: Tensor,
+    rope_cache: Tensor,
+    scale_cache: Tensor,
+) -> None:
+    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
+    check_norm_rope(content, norm_weight, cos_sin, positions)
+    before = norm_weight, cos_sin, positions, epsilon, interleaved
+    native.norm_rope_append_kv(content, rope, slot_mapping, before, content_cache, rope_cache, scale_cache)
+
+
+@norm_rope_append_kv_buffer.register_kernel("cuda")
+def _(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    epsilon: float,
+    interleaved: bool,
+    buffer: Tensor,
+) -> None:
+    before = norm_weight, cos_sin, positions, epsilon, interleaved
+    norm_rope_append_kv(content, rope, slot_mapping, *before, *split_planes(buffer))
 
 
 @fetch_kv.register_kernel("cuda")

@@ -52,6 +52,7 @@ def test_interface_is_the_headers():
     functions = {name: args.split(",") for name, args in re.findall(r"int (snapmla_\w+)\(([^)]*)\)", header)}
     structures = {
         "snapmla_cache": native._Cache,
+        "snapmla_norm_rope": native._NormRope,
         "snapmla_query": native._Query,
         "snapmla_batch": native._Batch,
         "snapmla_split": native._Split,

@@ -25,17 +25,44 @@ def results(s_q: int = 2, heads: int = 4):
     return torch.zeros(1, s_q, heads, 512, dtype=torch.bfloat16), torch.zeros(1, heads, s_q)
 
 
+def before(tokens: int):
+    """RMSNorm and rotary embedding: weight, cos_sin, positions, epsilon, interleaved."""
+    angles = torch.arange(50)[:, None] * torch.logspace(0, -3, 32)
+    return (
+        torch.linspace(0.5, 2, 512).bfloat16(),
+        torch.cat([angles.cos(), angles.sin()], 1),
+        torch.arange(tokens),
+        1e-6,
+        True,
+    )
+
+
 CALLS = {
     "quantize_q": lambda: (ops.quantize_q, (queries(1, 2, 4)[..., :512], queries(1, 2, 4)[..., 512:])),
     "append_kv": lambda: (ops.append_kv, (*latents(9), torch.arange(9) - 2, *filled(separate=True).planes)),
     "append_kv_buffer": lambda: (ops.append_kv_buffer, (*latents(9), torch.arange(9) - 2, filled().buffer)),
+    "norm_rope_append_kv": lambda: (
+        ops.norm_rope_append_kv,
+        (*latents(9), torch.arange(9) - 2, *before(9), *filled(separate=True).planes),
+    ),
+    "norm_rope_append_kv_buffer": lambda: (
+        ops.norm_rope_append_kv_buffer,
+        (*latents(9), torch.arange(9) - 2, *before(9), filled().buffer),
+    ),
+    "decode_schedule": lambda: (ops.decode_schedule, (LENGTHS, 2, 3)),
     "fetch_kv": lambda: (ops.fetch_kv, (*filled().planes, torch.arange(9) - 2)),
     "mla_decode": lambda: (
         ops.mla_decode,
         (*quantize_q(queries(1, 2, 4)), *filled().planes, TABLE, LENGTHS, 0.07, True, *results()),
     ),
 }
-MUTATED = {"append_kv": (3, 4, 5), "append_kv_buffer": (3,), "mla_decode": (10, 11)}
+MUTATED = {
+    "append_kv": (3, 4, 5),
+    "append_kv_buffer": (3,),
+    "norm_rope_append_kv": (8, 9, 10),
+    "norm_rope_append_kv_buffer": (8,),
+    "mla_decode": (10, 11),
+}
 
 
 def has_e4m3_input(arguments) -> bool:

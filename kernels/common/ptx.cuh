@@ -43,8 +43,13 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 
 // ---- named barriers of the hardware: `threads` threads meet, arriving ones without waiting.
 
+// All threads that wait do so in this very instruction; those in two copies of it (two roles) meet by `named_sync_roles`.
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_sync_roles(int barrier, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ void named_arrive(int barrier, int threads) {

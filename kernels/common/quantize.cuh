@@ -56,6 +56,51 @@ struct Row {
     rope = __ldg(reinterpret_cast<const uint32_t*>(rope_row) + lane);
   }
 
+  // RMSNorm of the content, in the two roundings to BF16 that engines have: of the normalized value, and of its product with
+  // the weight. Squares are summed in float64, so that no order of summation shows.
+  __device__ void normalize(const __nv_bfloat16* weight, float epsilon, int lane) {
+    double squares = 0.;
+    for (const uint4& piece : content) {
+      for (const uint32_t pair : {piece.x, piece.y, piece.z, piece.w}) {
+        const float2 value = bf16x2_to_float2(pair);
+        squares += double(value.x) * value.x + double(value.y) * value.y;
+      }
+    }
+    for (int other = kWarp / 2; other > 0; other /= 2) squares += __shfl_xor_sync(~0u, squares, other);
+    const float inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(float(squares / kKvLoraRank), epsilon)));
+    for (int half = 0; half < 2; ++half) {
+      const uint4 w = __ldg(reinterpret_cast<const uint4*>(weight) + half * kWarp + lane);
+      const auto scaled = [inverse](uint32_t value, uint32_t by) {
+        const float2 v = bf16x2_to_float2(value), b = bf16x2_to_float2(by);
+        const float2 normalized = bf16x2_to_float2(float2_to_bf16x2(v.x * inverse, v.y * inverse));
+        return float2_to_bf16x2(normalized.x * b.x, normalized.y * b.y);
+      };
+      uint4& c = content[half];
+      c = make_uint4(scaled(c.x, w.x), scaled(c.y, w.y), scaled(c.z, w.z), scaled(c.w, w.w));
+    }
+  }
+
+  // Rotary embedding of the RoPE part: of the pairs 2 i, 2 i + 1 (interleaved) or i, i + 32, by the angle with cosine
+  // cos_sin[i] and sine cos_sin[32 + i]; one rounding to BF16.
+  template <typename Angle>
+  __device__ void rotate(const Angle* cos_sin, bool interleaved, int lane) {
+    constexpr int kPairs = kQkRopeHeadDim / 2;
+    // No fused multiply-add: on the CPU there is none.
+    const auto turn = [cos_sin](int pair, float x, float y) {
+      return __fadd_rn(__fmul_rn(x, float(cos_sin[pair])), __fmul_rn(y, float(cos_sin[kPairs + pair])));
+    };
+    const float2 value = bf16x2_to_float2(rope);
+    if (interleaved) {
+      rope = float2_to_bf16x2(turn(lane, value.x, -value.y), turn(lane, value.y, value.x));
+    } else {
+      const uint32_t partner_pair = __shfl_xor_sync(~0u, rope, kWarp / 2);
+      const float2 partner = bf16x2_to_float2(partner_pair);
+      const float sign = lane < kWarp / 2 ? -1.f : 1.f;
+      const int pair = 2 * (lane % (kWarp / 2));
+      rope = float2_to_bf16x2(turn(pair, value.x, sign * partner.x), turn(pair + 1, value.y, sign * partner.y));
+    }
+  }
+
   // The content's scale, the same in all lanes.
   __device__ float scale() const {
     float amax = 0.f;

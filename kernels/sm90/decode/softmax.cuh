@@ -12,6 +12,7 @@ namespace snapmla::decode {
 
 constexpr float kNoReference = -1e30f;       // below every other
 constexpr float kLog2E4m3Max = 8.80735492f;   // log2(448)
+constexpr float kTinyScale = 0x1p-120f;       // stands for 0, so that an infinity times it is one
 constexpr int kSoftmaxThreads = kSoftmaxGroups * kGroup;
 
 // What a thread knows of its two rows (8 apart) while it goes through a sequence.
@@ -80,9 +81,8 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
 
   const auto key_scale = [&](int j) { return load_shared_float2(k_scale + j * 8 * sizeof(float)); };  // of this lane's two keys
 
-  // From here on s holds S times the key's scale; in a masked block, where hidden keys become -inf, base-2 logits.
-  const auto logit_plus = [&](int i, float x, float y) { return kMasked ? x + y : fmaf(x, rows.scale[i], y); };
-  // The largest log2 P' = logit + log2 S_K of each row, P' before any reference.
+  // The largest log2 P' = logit + log2 S_K of each row, P' before any reference. From here on s holds S times the key's scale,
+  // and for a hidden key what makes the logit -inf.
   float largest[2] = {-INFINITY, -INFINITY};
   int seen[2];  // of this lane's keys, by their distance from the first
   for (int i = 0; kMasked && i < 2; ++i) {
@@ -98,8 +98,8 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
       for (int l = 0; l < 2; ++l) {
         float& x = s[4 * j + 2 * i + l];
         x *= l ? scale.y : scale.x;
-        if (kMasked) x = j * 8 + l < seen[i] ? x * rows.scale[i] : -INFINITY;
-        largest[i] = fmaxf(largest[i], logit_plus(i, x, log_scale[l]));  // drops the NaN of a slot past the end
+        if (kMasked && j * 8 + l >= seen[i]) x = copysignf(INFINITY, -rows.scale[i]);
+        largest[i] = fmaxf(largest[i], fmaf(x, rows.scale[i], log_scale[l]));  // drops the NaN of a slot past the end
       }
     }
   }
@@ -151,7 +151,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
 #pragma unroll
         for (int l = 0; l < 2; ++l) {
           float& x = s[4 * j + 2 * i + l];
-          x = exp2_approx(logit_plus(i, x, -rows.reference[i]));
+          x = exp2_approx(fmaf(x, rows.scale[i], -rows.reference[i]));
           sum[i] += x;
           // Scale fusion: V is the content without its scale. That of a slot past the end may be NaN.
           x = kMasked && x == 0.f ? 0.f : x * (l ? scale.y : scale.x);
@@ -207,6 +207,7 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap
     for (int i = 0; i < 2; ++i) {
       const int r = first_of_call + row + 8 * i;
       rows.scale[i] = r < p.rows ? p.q_scale[int64_t(sequence) * p.rows + r] * p.scale_log2 : 0.f;
+      if (rows.scale[i] == 0.f) rows.scale[i] = kTinyScale;
       rows.reference[i] = kNoReference;
       rows.sum[i] = 0.f;
     }
@@ -233,7 +234,7 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap
     const int thread = group_thread();
     const bool leader = thread % 4 == 0;
     row = first_row(thread);
-    named_sync(kSoftmaxDone, kSoftmaxThreads);
+    named_sync_roles(kSoftmaxDone, kSoftmaxThreads);
     float reference[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -242,7 +243,7 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap
       if (leader) storage.sum[kGroupIndex][row + 8 * i] = sum;
     }
     if (kGroupIndex == 0) mbarrier_wait(shared_address(&storage.sum_empty), parities.before(kSequence));
-    named_sync(kSoftmaxDone, kSoftmaxThreads);
+    named_sync_roles(kSoftmaxDone, kSoftmaxThreads);
     if (kGroupIndex == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
