@@ -44,6 +44,8 @@ VENV_STAMP := $(VENV)/.made-venv
 LOCK_STAMP := $(VENV)/.made-lock
 TORCH_STAMP := $(VENV)/.made-torch-$(if $(SYSTEM_SITE),system,$(TARGET)-$(TORCH))
 PACKAGE_STAMP := $(VENV)/.made-package
+# A CUDA build of torch brings CUDA packages of its own, and a GPU machine its toolkit.
+TOOLS_STAMP := $(if $(filter cpu,$(TARGET)),$(VENV)/.made-tools)
 
 .PHONY: all kernels test figures sync lint setup deps flashmla lock clean distclean help
 
@@ -51,8 +53,8 @@ all: setup ## run the whole workflow: every figure, table and claim (SIZE=full o
 	@echo "== workflow ($(SIZE))"
 	@$(RUN) $(PY) -m snakemake all --configfile "conf/workflow/$(SIZE).yaml" --cores $(CORES) $(SNAKEMAKE_ARGS)
 
-kernels: ## compile the CUDA kernels (needs nvcc 12.4 or newer, no GPU)
-	@kernels/build.sh
+kernels: $(if $(shell command -v $${NVCC:-nvcc}),,$(VENV_STAMP) $(TOOLS_STAMP)) ## compile the CUDA kernels (nvcc 12.4 or newer, or one from the package index; no GPU)
+	@$(RUN) kernels/build.sh
 
 figures: setup ## redraw the figures and tables from the result files
 	@$(RUN) $(PY) -m snakemake figures --configfile "conf/workflow/$(SIZE).yaml" --cores $(CORES) $(SNAKEMAKE_ARGS)
@@ -68,7 +70,7 @@ lint: setup ## check style (ruff) and the workflow (snakemake --lint)
 	@$(PY) -m ruff check .
 	@$(RUN) $(PY) -m snakemake --lint
 
-setup: $(PACKAGE_STAMP) ## make the virtual environment with everything in it (TARGET=cpu, cu12 or cu13)
+setup: $(PACKAGE_STAMP) $(TOOLS_STAMP) ## make the virtual environment with everything in it (TARGET=cpu, cu12 or cu13)
 
 deps: $(LOCK_STAMP) $(TORCH_STAMP) # without this package: a layer of its own in the Dockerfile
 
@@ -103,6 +105,13 @@ $(PACKAGE_STAMP): pyproject.toml $(LOCK_STAMP) $(TORCH_STAMP)
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+ifneq ($(TOOLS_STAMP),)
+$(TOOLS_STAMP): kernels/tools.lock $(VENV_STAMP)
+	@echo "== CUDA compiler and disassembler of kernels/tools.lock"
+	@$(INSTALL) --no-deps --require-hashes -r kernels/tools.lock
+	@touch $@
+endif
+
 # The BF16 baseline of the kernel benchmark on CUDA 13. It declares torch >= 2.14.1 but runs with 2.11: hence --no-deps.
 # On CUDA 12 it has to be built from source: see the Dockerfile.
 flashmla: setup ## install FlashMLA, the BF16 baseline (CUDA 13 only)
@@ -117,6 +126,8 @@ lock: $(VENV_STAMP) ## write requirements.lock anew from pyproject.toml (UV_ARGS
 		--custom-compile-command "make lock" --output-file $(VENV)/requirements.lock $(UV_ARGS)
 	@awk '/^[^ #]/ { keep = !/^(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z]+)==/ } /^#/ || keep' \
 		$(VENV)/requirements.lock > requirements.lock
+	@$(PY) -m uv pip compile kernels/tools.in --universal --python-version 3.11 --generate-hashes --quiet \
+		--custom-compile-command "make lock" --output-file kernels/tools.lock
 	@echo "requirements.lock: $$(grep -c == requirements.lock) packages"
 
 clean: ## remove what the tools cache; results/ and the virtual environment stay

@@ -279,7 +279,9 @@ def test_a_captured_graph_follows_other_lengths():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         mla_decode_quantized(*longest.arguments, out=out, lse=lse)
-    assert torch.cuda.memory_allocated() - before < 10_000  # torch's own state of a graph; the partial results take 34 MB
+    assert (
+        torch.cuda.memory_allocated() - before < 10_000
+    )  # torch's own state of a graph; the partial results take 34 MB
     for new in ([2000] * 6, [0, 1, 64, 1999, 0, 700], [0] * 6, [3, 2000, 0, 0, 0, 0]):
         lengths.copy_(torch.tensor(new, dtype=torch.int32))
         out.fill_(torch.nan)

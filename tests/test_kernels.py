@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from snapmla import layout, native, quantization
+from snapmla.experiments import kernels
 from snapmla.reference.emulated import DROP_BITS, KEEP_BITS
 from snapmla.schedule import ROW_TILE, SEQUENCE_COST
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+NVCC = subprocess.run(
+    [KERNELS / "build.sh", "--nvcc"], capture_output=True, text=True, check=False
+).stdout.strip()
 
 
 def constants(header: str) -> dict[str, str]:
@@ -68,16 +71,30 @@ def test_interface_is_the_headers():
         assert re.findall(r"(\w+)(?=[,;])", fields) == [field for field, _ in structure._fields_]
 
 
-@pytest.mark.skipif(not (os.environ.get("NVCC") or shutil.which("nvcc")), reason="needs nvcc, found none")
-def test_library_builds_and_loads_without_a_gpu(tmp_path, monkeypatch):
-    library = tmp_path / "folder" / "kernels.so"
-    subprocess.run([KERNELS / "build.sh", library], check=True, capture_output=True)
-    monkeypatch.setenv("SNAPMLA_LIBRARY", str(library))
-    native.library.cache_clear()
-    try:
-        assert all(hasattr(native.library(), name) for name in native._SIGNATURES)
-    finally:
-        native.library.cache_clear()
+class TestTheWorkflowsStep:
+    """snapmla.experiments.kernels: built, prebuilt or not run, and never silently wrong."""
+
+    def test_without_a_compiler_the_packages_library_is_taken(self, tmp_path, monkeypatch):
+        packaged = tmp_path / "packaged.so"
+        packaged.write_bytes(b"a library")
+        monkeypatch.setattr(native, "LIBRARY", packaged)
+        (tmp_path / "out").mkdir()
+        row = kernels.build(tmp_path / "out", "no-such-nvcc")
+        assert row["status"] == "prebuilt" and "needs nvcc" in row["reason"] and row["bytes"] == 9
+        assert (tmp_path / "out" / "packaged.so").read_bytes() == b"a library"
+
+    def test_without_either_it_says_so(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(native, "LIBRARY", tmp_path / "none.so")
+        row = kernels.build(tmp_path, "no-such-nvcc")
+        assert row["status"] == "not run" and row["reason"].endswith("set NVCC.") and row["sha256"] is None
+        assert not list(tmp_path.iterdir())
+
+    def test_code_that_does_not_compile_stops_the_workflow(self, tmp_path):
+        broken = tmp_path / "nvcc"
+        broken.write_text("#!/bin/sh\necho 'error: no code' >&2; exit 1\n")
+        broken.chmod(0o755)
+        with pytest.raises(RuntimeError, match=r"build.sh failed:\n.*error: no code"):
+            kernels.build(tmp_path, str(broken))
 
 
 def test_a_missing_library_is_one_sentence(tmp_path, monkeypatch):

@@ -12,13 +12,14 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 EXPERIMENTS = {  # name: (what it needs, what it makes)
+    "kernels": ([], ["kernels.csv"]),
     "probe": ([], ["model/config.json", "model/model.safetensors", "training.csv", "corpus.json"]),
     "latents": (["probe/model"], ["latents.safetensors", "latents.json", "heldout.csv"]),
     "distribution": (["latents/latents.json"], ["ranges.csv", "histogram.csv", "mse.csv"]),
     "fidelity": (["latents/latents.json", "probe/model"], ["layer_error.csv"]),
     "quality": (["probe/model"], ["quality.csv"]),
     "accumulation": ([], ["accumulation.csv"]),
-    "kernel_bench": ([], ["kernel_bench.csv", "roofline.csv"]),
+    "kernel_bench": (["kernels/kernels.csv"], ["kernel_bench.csv", "roofline.csv"]),
     "throughput": ([], ["throughput.csv"]),
 }
 MEASURING = ("kernel_bench", "throughput")

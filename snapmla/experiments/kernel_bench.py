@@ -2,7 +2,7 @@
 
     python -m snapmla.experiments.kernel_bench fig6.contexts=[65536] fig6.heads=[64,128]
 
-kernel_bench.csv has one row per variant and shape. This version has no CUDA kernel and no timing: every row
+kernel_bench.csv has one row per variant and shape. This version has no timing yet: every row
 has the status "not run" and a reason. roofline.csv (``modelled``) needs no GPU and is complete everywhere.
 """
 
@@ -106,8 +106,6 @@ def why_not_run(variant: str, gpu: str | None) -> str:
     """Why ``variant`` is not timed on ``gpu`` (None: no Hopper GPU); ValueError for an unknown variant."""
     if variant not in VARIANTS:
         raise ValueError(f"variants must be among {', '.join(VARIANTS)}, got {variant!r}.")
-    if variant == "snapmla":
-        return "The SnapMLA decode kernel is not built in this version."
     if gpu is None:
         return "This machine has no Hopper GPU (compute capability 9.0)."
     return f"This version has no timing of {variant} yet."

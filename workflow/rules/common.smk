@@ -7,6 +7,8 @@ from snapmla import provenance, results
 RESULTS = results.results_root(config["results_dir"])
 RESULTS.mkdir(parents=True, exist_ok=True)
 
+KERNEL_SOURCES = [file for file in (ROOT / "kernels").rglob("*") if file.suffix in (".cu", ".cuh", ".h", ".sh")]
+
 # `snakemake figures` takes the experiments' files as they are: their rules are left out.
 REDRAW_ONLY = "figures" in sys.argv[1:]
 
@@ -17,6 +19,7 @@ os.environ.update(
     PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     SNAPMLA_ROOT=str(ROOT),
     SNAPMLA_RESULTS=str(RESULTS),
+    SNAPMLA_LIBRARY=str(RESULTS / "kernels" / "libsnapmla_sm90.so"),  # what the rule kernels compiles
     SNAPMLA_RUN_GROUP=os.environ.get("SNAPMLA_RUN_GROUP", f"workflow {datetime.now(timezone.utc):%F %T}"),
 )
 if config["tracking"]:

@@ -2,8 +2,9 @@
 
 # What each needs of the others, what it makes beside run.json, and what it occupies. Two threads for what
 # computes long, on larger machines too: sums in another order would change the last digits. A GPU for what
-# measures on one.
+# measures on one. `data`: files that it reads beside its configuration.
 EXPERIMENTS = {
+    "kernels": dict(needs=[], makes=["kernels.csv"], data=KERNEL_SOURCES),
     "probe": dict(
         needs=[],
         makes=["model/config.json", "model/model.safetensors", "training.csv", "corpus.json"],
@@ -34,7 +35,7 @@ EXPERIMENTS = {
         threads=2,
     ),
     "accumulation": dict(needs=[], makes=["accumulation.csv"]),
-    "kernel_bench": dict(needs=[], makes=["kernel_bench.csv", "roofline.csv"], gpu=1),
+    "kernel_bench": dict(needs=["kernels/kernels.csv"], makes=["kernel_bench.csv", "roofline.csv"], gpu=1),
     "throughput": dict(needs=[], makes=["throughput.csv"], gpu=1),
 }
 
@@ -58,7 +59,9 @@ for name, experiment in ({} if REDRAW_ONLY else EXPERIMENTS).items():
         params:
             module=f"snapmla.experiments.{name}",
             overrides=overrides(name),
-            sources=sources(f"snapmla/experiments/{name}.py", *provenance.conf_files(name)),
+            sources=sources(
+                f"snapmla/experiments/{name}.py", *provenance.conf_files(name), *experiment.get("data", [])
+            ),
         threads: experiment.get("threads", 1)
         resources:
             gpu=experiment.get("gpu", 0),

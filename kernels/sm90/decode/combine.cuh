@@ -23,11 +23,11 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
 
   const int tile = row / kRowTile, tile_row = row % kRowTile;
   const auto at = [&](int part) { return p.partial_row(tile, part == first ? 2 * part + 1 : 2 * part, tile_row); };
-  float largest = -INFINITY;
+  float largest = -CUDART_INF_F;
   for (int part = first; part <= last; ++part) largest = fmaxf(largest, p.partial_lse[at(part)]);
   float sum = 0.f;
   float4 out = {};
-  if (largest != -INFINITY) {
+  if (largest != -CUDART_INF_F) {
     for (int part = first; part <= last; part += kCombineBatch) {
       float weight[kCombineBatch];
       float4 value[kCombineBatch];
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   const float factor = sum == 0.f ? 0.f : 1.f / sum;
   const uint2 packed = {float2_to_bf16x2(out.x * factor, out.y * factor), float2_to_bf16x2(out.z * factor, out.w * factor)};
   reinterpret_cast<uint2*>(p.out + p.out_row(sequence, row))[threadIdx.x] = packed;
-  if (threadIdx.x == 0) p.lse[p.lse_index(sequence, row)] = sum == 0.f ? INFINITY : (largest + log2f(sum)) * kLn2;
+  if (threadIdx.x == 0) p.lse[p.lse_index(sequence, row)] = sum == 0.f ? CUDART_INF_F : (largest + log2f(sum)) * kLn2;
 }
 
 }  // namespace snapmla::decode

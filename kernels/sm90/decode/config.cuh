@@ -1,6 +1,8 @@
 // Constants of the decode kernel. What they trade off is in README.md.
 #pragma once
 
+#include <math_constants.h>  // CUDART_INF_F
+
 #include "../../common/layout.cuh"
 
 namespace snapmla::decode {

@@ -83,7 +83,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
 
   // The largest log2 P' = logit + log2 S_K of each row, P' before any reference. From here on s holds S times the key's scale,
   // and for a hidden key what makes the logit -inf.
-  float largest[2] = {-INFINITY, -INFINITY};
+  float largest[2] = {-CUDART_INF_F, -CUDART_INF_F};
   int seen[2];  // of this lane's keys, by their distance from the first
   for (int i = 0; kMasked && i < 2; ++i) {
     seen[i] = visible_keys(p, length, first_of_call + row + 8 * i) - block * kBlockKeys - column;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
       for (int l = 0; l < 2; ++l) {
         float& x = s[4 * j + 2 * i + l];
         x *= l ? scale.y : scale.x;
-        if (kMasked && j * 8 + l >= seen[i]) x = copysignf(INFINITY, -rows.scale[i]);
+        if (kMasked && j * 8 + l >= seen[i]) x = copysignf(CUDART_INF_F, -rows.scale[i]);
         largest[i] = fmaxf(largest[i], fmaf(x, rows.scale[i], log_scale[l]));  // drops the NaN of a slot past the end
       }
     }
@@ -122,7 +122,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
   for (int i = 0; i < 2; ++i) {
     const float own = largest[i] - kLog2E4m3Max, above = own - before[i].now;
     const bool padding = first_of_call + row + 8 * i >= p.rows;
-    moved[i] = (first || !(above <= 0.f && above >= -kKeepBits)) && largest[i] != -INFINITY && !padding;
+    moved[i] = (first || !(above <= 0.f && above >= -kKeepBits)) && largest[i] != -CUDART_INF_F && !padding;
     const float now = padding ? 0.f : moved[i] ? fmaxf(own, before[i].highest - kDropBits) : before[i].now;
     if (leader) {
       store_shared(shared_address(&storage.reference[kGroupIndex][row + 8 * i]), make_float2(now, fmaxf(before[i].highest, now)));
@@ -197,7 +197,7 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap
     if (piece.begin == piece.end) {  // an empty sequence
       for (int i = 0; i < 2; ++i) {
         const int r = first_of_call + row + 8 * i;
-        if (kGroupIndex == 0 && r < p.rows) p.lse[p.lse_index(sequence, r)] = INFINITY;
+        if (kGroupIndex == 0 && r < p.rows) p.lse[p.lse_index(sequence, r)] = CUDART_INF_F;
       }
       return;
     }
@@ -254,9 +254,9 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap
         if (leader) {
           storage.inverse_sum[tile_row] = sees_none ? 0.f : 1.f / sum;
           if (piece.slot >= 0) {
-            p.partial_lse[p.partial_row(tile, piece.slot, tile_row)] = sees_none ? -INFINITY : lse;
+            p.partial_lse[p.partial_row(tile, piece.slot, tile_row)] = sees_none ? -CUDART_INF_F : lse;
           } else if (r < p.rows) {
-            p.lse[p.lse_index(sequence, r)] = sees_none ? INFINITY : lse * kLn2;
+            p.lse[p.lse_index(sequence, r)] = sees_none ? CUDART_INF_F : lse * kLn2;
           }
         }
       }
