@@ -5,7 +5,7 @@
     cache.append(content, rope, slot_mapping)
     out, lse = snapmla.mla_decode(q, cache, block_table, cache_seqlens, softmax_scale)
 
-CPU tensors are computed by an emulation that rounds exactly where the FP8 kernels round.
+CUDA tensors on a Hopper GPU go to the kernels, CPU tensors to an emulation that rounds exactly where they round.
 """
 
 from snapmla.cache import LatentCache

@@ -60,9 +60,9 @@ def flash_mla_ckv_fp8_per_token(
 ) -> tuple[Tensor, Tensor]:
     """Decode attention; returns (out, lse) as `mla_decode_quantized`.
 
-    q_scale is [batch, s_q, heads] or [batch, s_q, heads, 1]. The scheduler arguments are accepted for the
-    argument order's sake: the CPU emulation has no schedule. softmax_scale defaults to 576^-0.5, as in
-    FlashMLA.
+    q_scale is [batch, s_q, heads] or [batch, s_q, heads, 1]. tile_scheduler_metadata is a schedule of
+    `snapmla.decode_schedule`; anything else, and num_splits, is ignored, and the call makes its own.
+    softmax_scale defaults to 576^-0.5, as in FlashMLA.
     """
     _check_rank("head_dim_v", head_dim_v)
     if softmax_scale is None:
@@ -70,8 +70,10 @@ def flash_mla_ckv_fp8_per_token(
     if q_scale.dim() == 4:
         q_scale = q_scale.squeeze(-1)
     cache = _cache(k_cache_lora, k_cache_rope, k_scale)
+    schedule = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, Tensor) else None
+    paging = block_table, cache_seqlens
     return mla_decode_quantized(
-        q_nope, q_rope, q_scale, cache, block_table, cache_seqlens, softmax_scale, causal
+        q_nope, q_rope, q_scale, cache, *paging, softmax_scale, causal, schedule=schedule
     )
 
 

@@ -10,7 +10,16 @@ import pytest
 import torch
 from paging import UNUSED_PAGE, latents, paged, poison, queries
 
-from snapmla import LatentCache, compat, mla_decode, mla_decode_quantized, native, ops, quantize_q
+from snapmla import (
+    LatentCache,
+    compat,
+    merge_partials,
+    mla_decode,
+    mla_decode_quantized,
+    native,
+    ops,
+    quantize_q,
+)
 from snapmla.metrics import relative_l2
 from snapmla.reference import KERNEL_FLOAT32_ADDS, emulated_attention, exact_attention
 
@@ -73,6 +82,22 @@ def test_lse_of_a_zero_query(decode, length):
     """Case 4: natural logarithm, nothing added."""
     _, lse = decode(torch.zeros(1, 1, 4, 576, dtype=torch.bfloat16), paged([latents(length)]))
     torch.testing.assert_close(lse, torch.full((1, 4, 1), math.log(length)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", [0, 1, 63, 64, 65, 299, 300])
+def test_two_parts_merged_equal_one_call(decode, split):
+    """Case 4: a sequence's keys in two caches; the blocks of P shift, and an empty part has weight 0."""
+    content, rope = latents(300)
+    q = queries(1, 1, 8)
+    whole, whole_lse = decode(q, paged([(content, rope)]), causal=False)
+    results = [
+        decode(q, paged([(content[part], rope[part])]), causal=False)
+        for part in (slice(0, split), slice(split, 300))
+    ]
+    out, lse = merge_partials(*(torch.stack(x) for x in zip(*results, strict=True)))
+    exact, _ = exact_attention(q[0], content, rope, SCALE)
+    assert relative_l2(out[0], exact) < 1.1 * relative_l2(whole[0], exact)
+    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("softmax_scale", [576**-0.5, 192**-0.5, 192**-0.5 * 1.87, 1.0, 1])

@@ -17,9 +17,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from emulation import Call
+from emulation import errors as kernel_errors
+from paging import paged
 from safetensors.torch import load_file
 
-from snapmla import CONFIGS
+from snapmla import CONFIGS, LatentCache, decode_schedule, mla_decode_quantized, quantize_q
 from snapmla.experiments.accumulation import flat_attention
 from snapmla.experiments.distribution import round_trip_error, symlog_edges, value_range
 from snapmla.experiments.fidelity import errors
@@ -101,6 +104,20 @@ def test_algorithm_1_is_exact_on_trained_latents_when_nothing_is_rounded(latents
     exact, exact_lse = exact_attention(q, content, rope, scale, visible=visible)
     assert relative_l2(out, exact) < 1e-9
     torch.testing.assert_close(lse, exact_lse, rtol=0, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharpness", [1.0, 4.0])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_the_kernel_on_trained_latents(latents, layer, sharpness):
+    """As in test_gpu_decode.py, on values whose attention is peaked."""
+    q, content, rope, scale = layer_of(latents, layer)
+    sequences = paged([(content, rope)])
+    paging = sequences.block_table.cuda(), sequences.cache_seqlens.cuda()
+    query = quantize_q((q * sharpness).bfloat16()[None].cuda())
+    call = Call(query, LatentCache(sequences.cache.buffer.cuda()), *paging, scale)
+    schedule = decode_schedule(call.cache_seqlens, call.block_table, *query.scale.shape[1:])
+    kernel_errors(call, *mla_decode_quantized(*call.arguments, schedule=schedule), schedule).check()
 
 
 def test_queries_see_their_own_past_only(latents):

@@ -78,12 +78,12 @@ def test_lint_is_clean(made: Path) -> None:
 
 def test_results_logs_and_benchmarks_lie_in_the_results_folder(made: Path) -> None:
     results = made / "results"
-    for name in ("probe", "latents", "fidelity", "quality", "accumulation", *MADE):
+    for name in ("kernels", "probe", "latents", "fidelity", "quality", "accumulation", *MADE):
         assert (results / "logs" / f"{name}.log").is_file()
         assert (results / "benchmarks" / f"{name}.tsv").is_file()
     assert {path.name for path in results.iterdir()} == {
         ".snakemake", "logs", "benchmarks", "figures", "tables",
-        "probe", "latents", "fidelity", "quality", "accumulation",
+        "kernels", "probe", "latents", "fidelity", "quality", "accumulation",
     }  # fmt: skip
     assert not (made / "outputs").exists() and not (made / "multirun").exists()
 
@@ -116,7 +116,8 @@ def test_a_changed_source_reruns_what_it_makes(changed: Path) -> None:
 
 def test_a_changed_module_reruns_all_that_import_it(changed: Path) -> None:
     edit(changed / "snapmla/experiments/helper.py", "1", "2")
-    assert planned(changed, *MADE) == {"probe", "latents", "fidelity", "quality", "accumulation", *MADE}
+    everything = {"kernels", "probe", "latents", "fidelity", "quality", "accumulation", *MADE}
+    assert planned(changed, *MADE) == everything
 
 
 def test_figures_only_redraws(changed: Path) -> None:

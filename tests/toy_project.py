@@ -18,7 +18,7 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
     "distribution": (["latents/latents.json"], ["ranges.csv", "histogram.csv", "mse.csv"]),
     "fidelity": (["latents/latents.json", "probe/model"], ["layer_error.csv"]),
     "quality": (["probe/model"], ["quality.csv"]),
-    "accumulation": ([], ["accumulation.csv"]),
+    "accumulation": (["kernels/kernels.csv"], ["accumulation.csv", "kernels.csv"]),
     "kernel_bench": (["kernels/kernels.csv"], ["kernel_bench.csv", "roofline.csv"]),
     "throughput": ([], ["throughput.csv"]),
 }

@@ -6,22 +6,27 @@ A query of zeros attends to every key alike, which is the worst case for an accu
 thousands of equal addends. The tensor core is modelled (snapmla.reference.accumulation); the errors are
 computed here, against float64 on the same e4m3 values, output rounded to BF16.
 
-Writes results/accumulation/accumulation.csv.
+Writes results/accumulation/accumulation.csv; and kernels.csv, the same error of real kernels: measured where there is a
+Hopper GPU, "not run" elsewhere.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 from omegaconf import MISSING
 from torch import Tensor
 
-from snapmla.decode import merge_partials
+from snapmla.cache import LatentCache
+from snapmla.decode import merge_partials, mla_decode
 from snapmla.experiments._app import BaseConfig, Run, application
-from snapmla.layout import QK_ROPE_HEAD_DIM
+from snapmla.integrations import flashmla
+from snapmla.layout import KV_LORA_RANK, PAGE_SIZE, QK_HEAD_DIM, QK_ROPE_HEAD_DIM
 from snapmla.metrics import relative_l2
-from snapmla.quantization import Quantized, to_e4m3
+from snapmla.quantization import E4M3, Quantized, to_e4m3
 from snapmla.reference import (
     FLOAT32_ADDS,
     PROMOTED,
@@ -46,11 +51,21 @@ class ValuesConfig:
 
 
 @dataclass
+class KernelsConfig:
+    """Decode calls of the kernels: `heads` queries of zeros for each of `batch` sequences, which share their pages."""
+
+    variants: list[str] = MISSING
+    batches: list[int] = MISSING
+    heads: int = MISSING
+
+
+@dataclass
 class AccumulationConfig(BaseConfig):
     keys: list[int] = MISSING
     values: list[ValuesConfig] = field(default_factory=list)
     columns: int = MISSING
     split: int = MISSING
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
 
 
 def flat_attention(content: Tensor, accumulation: Accumulation, split: int) -> Tensor:
@@ -69,6 +84,53 @@ def flat_attention(content: Tensor, accumulation: Accumulation, split: int) -> T
     return out[0, 0, 0]
 
 
+def kernel_error(variant: str, content: Tensor, batch: int, heads: int) -> float:
+    """Relative L2 error of a kernel's flat attention over e4m3 content [keys, 512] on a GPU, against float64."""
+    keys, device = content.shape[0], content.device
+    pages = -(-keys // PAGE_SIZE)
+    content = torch.nn.functional.pad(content.float(), (0, 0, 0, pages * PAGE_SIZE - keys))
+    content = content.to(E4M3).view(pages, PAGE_SIZE, -1)
+    table = torch.arange(pages, dtype=torch.int32, device=device).repeat(batch, 1)
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    q = torch.zeros(batch, 1, heads, QK_HEAD_DIM, dtype=torch.bfloat16, device=device)
+    rope = torch.zeros(pages, PAGE_SIZE, QK_ROPE_HEAD_DIM, dtype=torch.bfloat16, device=device)
+    if variant == "snapmla":
+        cache = LatentCache.from_planes(content, rope, torch.ones(pages, PAGE_SIZE, device=device))
+        out, _ = mla_decode(q, cache, table, lengths, 1.0)
+    else:
+        dtype = torch.bfloat16 if variant == "flashmla_bf16" else E4M3
+        rows = torch.cat([content.float(), rope.float()], -1).to(dtype)[:, :, None]
+        out, _ = flashmla.prepare(variant, q.to(dtype), rows, table, lengths, 1.0)()
+    exact = content.double().flatten(0, 1)[:keys].mean(0)
+    return relative_l2(out, exact.expand(out.shape))
+
+
+def why_not(variant: str) -> str | None:
+    """Why a kernel cannot run here, in one sentence, or None."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "This machine has no Hopper GPU (compute capability 9.0)."
+    return None if variant == "snapmla" else flashmla.why_not(variant)
+
+
+def kernel_rows(cfg: AccumulationConfig) -> list[dict]:
+    """The rows of kernels.csv: every kernel, distribution, batch and context."""
+    rows, calls = [], cfg.kernels
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    for values in cfg.values:
+        generator = torch.Generator().manual_seed(cfg.seed)
+        content = to_e4m3(
+            torch.randn(max(cfg.keys), KV_LORA_RANK, generator=generator) * values.std + values.mean
+        )
+        for variant, batch, keys in itertools.product(calls.variants, calls.batches, cfg.keys):
+            reason = why_not(variant)
+            error = None if reason else kernel_error(variant, content[:keys].cuda(), batch, calls.heads)
+            status = {"status": "not run" if reason else "ok", "reason": reason, "gpu": gpu}
+            shape = {"variant": variant, "heads": calls.heads, "batch": batch, "keys": keys}
+            distribution = {"value_mean": values.mean, "value_std": values.std}
+            rows.append({**shape, **distribution, "relative_l2": error, "source": "measured", **status})
+    return rows
+
+
 @application("accumulation", AccumulationConfig)
 def main(cfg: AccumulationConfig, run: Run) -> None:
     rows = []
@@ -85,6 +147,10 @@ def main(cfg: AccumulationConfig, run: Run) -> None:
                 rows.append({**row, "bits": accumulation.bits, "relative_l2": error, "source": "modelled"})
             run.progress(f"values {values.mean:g} ± {values.std:g}, {keys} keys")
     run.write_table("accumulation.csv", rows)
+    measured = kernel_rows(cfg)
+    run.write_table("kernels.csv", measured)
+    for reason, count in Counter(row["reason"] for row in measured if row["reason"]).items():
+        run.progress(f"{count} of {len(measured)} kernel calls not run: {reason}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ EXPERIMENTS = {
         makes=["quality.csv"],
         threads=2,
     ),
-    "accumulation": dict(needs=[], makes=["accumulation.csv"]),
+    "accumulation": dict(needs=["kernels/kernels.csv"], makes=["accumulation.csv", "kernels.csv"]),
     "kernel_bench": dict(needs=["kernels/kernels.csv"], makes=["kernel_bench.csv", "roofline.csv"], gpu=1),
     "throughput": dict(needs=[], makes=["throughput.csv"], gpu=1),
 }

@@ -1,0 +1,72 @@
+"""FlashMLA's Hopper decode kernels, the peers that errors and times are compared with.
+
+The package `sgl-flash-mla` (`make flashmla`) has both; a FlashMLA built from source has the BF16 kernel only. Both are
+called on queries and caches that a caller has made, in a form that a CUDA graph can capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from snapmla.layout import KV_LORA_RANK
+
+VARIANTS = ("flashmla_bf16", "flashmla_fp8")
+"""BF16 throughout, and e4m3 with one scale per tensor, RoPE part included."""
+
+
+def why_not(variant: str) -> str | None:
+    """Why a variant cannot run here, in one sentence, or None."""
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
+    try:
+        import flash_mla
+    except (ImportError, OSError) as error:  # OSError: its libraries do not load, for want of CUDA
+        return f"FlashMLA is not installed ({type(error).__name__})."
+    if getattr(flash_mla, "has_legacy", None) is False:
+        return "The installed FlashMLA has no Hopper kernels."
+    if variant == "flashmla_fp8" and not hasattr(flash_mla, "has_legacy"):
+        return "The installed FlashMLA has no FP8 kernel for Hopper."
+    return None
+
+
+def prepare(
+    variant: str,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    causal: bool = True,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A call of the kernel, its tile scheduler metadata made.
+
+    Args:
+        variant: of `VARIANTS`.
+        q: bfloat16 or e4m3 [batch, s_q, heads, 576].
+        cache: of the same dtype, [pages, 64, 1, 576]; e4m3 values have the scale 1.
+        block_table: int32 [batch, max_pages]; cache_seqlens: int32 [batch].
+
+    Returns:
+        A function that returns out bfloat16 [batch, s_q, heads, 512] and lse float32 [batch, heads, s_q].
+    """
+    from flash_mla import flash_mla_interface as interface
+
+    paging = block_table, cache_seqlens, KV_LORA_RANK
+    if not hasattr(interface, "FlashMLASchedMeta"):  # a build from source, before its interface changed
+        rows = q.shape[1] * q.shape[2]
+        metadata = interface.get_mla_metadata(cache_seqlens, rows, 1)
+        return lambda: interface.flash_mla_with_kvcache(q, cache, *paging, *metadata, softmax_scale, causal)
+    metadata, options = interface.FlashMLASchedMeta(), {}
+    if variant == "flashmla_fp8":
+        rows = q.shape[1] * q.shape[2]
+        metadata.tile_scheduler_metadata, metadata.num_splits = interface.get_mla_decoding_metadata(
+            cache_seqlens, rows, 1, is_fp8_kvcache=True, use_legacy=True
+        )
+        one = torch.ones(1, device=q.device)
+        options = {"is_fp8_kvcache": True, "descale_q": one, "descale_k": one}
+    return lambda: interface.flash_mla_with_kvcache(
+        q, cache, *paging, metadata, None, softmax_scale, causal, use_legacy=True, **options
+    )
