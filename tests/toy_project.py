@@ -19,7 +19,10 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
     "fidelity": (["latents/latents.json", "probe/model"], ["layer_error.csv"]),
     "quality": (["probe/model"], ["quality.csv"]),
     "accumulation": (["kernels/kernels.csv"], ["accumulation.csv", "kernels.csv"]),
-    "kernel_bench": (["kernels/kernels.csv"], ["kernel_bench.csv", "roofline.csv"]),
+    "kernel_bench": (
+        ["kernels/kernels.csv"],
+        ["kernel_bench.csv", "latency.csv", "ceilings.csv", "roofline.csv"],
+    ),
     "throughput": ([], ["throughput.csv"]),
 }
 MEASURING = ("kernel_bench", "throughput")

@@ -1,30 +1,55 @@
-"""Time of the decode kernel over the shapes of Figs 5 and 6, and the roofline of the same shapes.
+"""Time of the decode kernel and its peers over the shapes of Figs 5 and 6, and the roofline of the same shapes.
 
     python -m snapmla.experiments.kernel_bench fig6.contexts=[65536] fig6.heads=[64,128]
 
-kernel_bench.csv has one row per variant and shape. This version has no timing yet: every row
-has the status "not run" and a reason. roofline.csv (``modelled``) needs no GPU and is complete everywhere.
+kernel_bench.csv has one row per variant and shape, latency.csv the same for small batches and short contexts, and
+ceilings.csv what the GPU reaches on plain work: measured where there is a Hopper GPU, elsewhere every row has the status
+"not run" and a reason. roofline.csv (``modelled``) needs no GPU and is complete everywhere. `make record` keeps a GPU's
+measurements in results/recorded/.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import os
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from omegaconf import MISSING
 
+from snapmla import native, provenance
+from snapmla.bench.ceilings import measure_ceilings
+from snapmla.bench.inputs import Pool
+from snapmla.bench.machine import Monitor, other_processes
+from snapmla.bench.timing import Clock, CudaClock, calls_in_a_window, measure
+from snapmla.bench.variants import Workload, decode_calls, step_calls, why_not
 from snapmla.experiments._app import BaseConfig, Run, application
 from snapmla.experiments.throughput import EngineConfig
+from snapmla.layout import KV_LORA_RANK, QK_HEAD_DIM
 from snapmla.memory import CACHE_BYTES_PER_TOKEN, DoesNotFit, largest_batch
 from snapmla.models import ParallelLayout, get_model
-from snapmla.roofline import decode_roofline, get_gpu, peak_tflops
+from snapmla.roofline import (
+    GPUS,
+    LSE_BYTES,
+    decode_bytes,
+    decode_flops,
+    decode_roofline,
+    effective_peak,
+    get_gpu,
+    peak_tflops,
+)
 
-VARIANTS = ("snapmla", "flashmla_bf16", "flashmla_fp8")
 COLUMNS = (
     "variant", "model", "layout", "heads", "s_q", "batch", "context", "time_us", "tflops", "gbps", "ideal_us",
     "share_of_ideal", "source", "status", "reason", "gpu",
+    "step_us", "spread", "windows", "calls", "flops", "bytes", "ideal_measured_us", "share_of_measured",
+    "sm_mhz", "power_w", "power_limit_w", "throttle", "shared_gpu", "driver", "cuda", "commit", "library",
 )  # fmt: skip
 
 
@@ -46,6 +71,23 @@ class Fig6Config:
 
 
 @dataclass
+class GridConfig:
+    """Every combination of these."""
+
+    variants: list[str] = MISSING
+    heads: list[int] = MISSING
+    batches: list[int] = MISSING
+    contexts: list[int] = MISSING
+
+
+@dataclass
+class TimingConfig:
+    seconds: float = MISSING
+    pool_pages: int = MISSING
+    shared_gpu: bool = MISSING
+
+
+@dataclass
 class KernelBenchConfig(BaseConfig):
     """Keys of conf/kernel_bench.yaml, where each has its value and the reason for it."""
 
@@ -53,6 +95,9 @@ class KernelBenchConfig(BaseConfig):
     variants: list[str] = MISSING
     fig5: Fig5Config = field(default_factory=Fig5Config)
     fig6: Fig6Config = field(default_factory=Fig6Config)
+    latency: GridConfig = field(default_factory=GridConfig)
+    crossover: GridConfig = field(default_factory=GridConfig)
+    timing: TimingConfig = field(default_factory=TimingConfig)
     roofline_gpus: list[str] = MISSING
 
 
@@ -95,6 +140,10 @@ def fig6_shapes(cfg: Fig6Config) -> list[Shape]:
     ]
 
 
+def grid_shapes(grid: GridConfig) -> list[Shape]:
+    return [Shape(h, 1, b, n) for h, b, n in itertools.product(grid.heads, grid.batches, grid.contexts)]
+
+
 def hopper_gpu() -> str | None:
     """Name of the current CUDA device if it is a Hopper GPU (compute capability 9.0)."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -102,24 +151,112 @@ def hopper_gpu() -> str | None:
     return torch.cuda.get_device_name()
 
 
-def why_not_run(variant: str, gpu: str | None) -> str:
-    """Why ``variant`` is not timed on ``gpu`` (None: no Hopper GPU); ValueError for an unknown variant."""
-    if variant not in VARIANTS:
-        raise ValueError(f"variants must be among {', '.join(VARIANTS)}, got {variant!r}.")
-    if gpu is None:
-        return "This machine has no Hopper GPU (compute capability 9.0)."
-    return f"This version has no timing of {variant} yet."
+def least_time(variant: str, w: Workload, read_tbs: float, bf16: float, fp8: float) -> tuple[int, int, float]:
+    """Operations, bytes and least µs of a variant's call at these rates (TB/s, TFLOPS)."""
+    flops = decode_flops(w.heads, w.s_q, w.batch, w.context)
+    if variant == "flashmla_fp8":  # e4m3 throughout
+        rows = w.batch * w.s_q * w.heads
+        moved = w.batch * w.context * QK_HEAD_DIM + rows * (QK_HEAD_DIM + 2 * KV_LORA_RANK + LSE_BYTES)
+        peak = fp8
+    else:
+        kind = "snapmla" if variant == "snapmla" else "bf16"
+        moved = decode_bytes(w.heads, w.s_q, w.batch, w.context, kind)
+        peak = effective_peak(bf16, fp8) if kind == "snapmla" else bf16
+    return flops, moved, max(moved / read_tbs, flops / peak) * 1e-6
 
 
-def bench_table(cfg: KernelBenchConfig, shapes: list[Shape], gpu: str | None) -> list[dict]:
-    """The rows of kernel_bench.csv: every variant at every shape."""
-    rows = []
-    for variant, shape in itertools.product(cfg.variants, shapes):
-        reason = why_not_run(variant, gpu)
-        row = {key: value for key, value in asdict(shape).items() if key in COLUMNS}
-        row |= {"variant": variant, "source": "measured", "status": "not run", "gpu": gpu}
-        rows.append(dict.fromkeys(COLUMNS) | row | {"reason": shape.unfit or reason})
-    return rows
+@dataclass
+class Bench:
+    """A measuring run on one GPU."""
+
+    gpu: str
+    clock: Clock
+    pool: Pool
+    monitor: Monitor
+    ceilings: dict[str, float]
+    l2_bytes: int
+    seconds: float
+    made_by: dict
+    """The columns shared_gpu, driver, cuda, commit and library."""
+
+    def row(self, variant: str, w: Workload, tables: list[torch.Tensor]) -> dict:
+        """The measured columns of one variant at one shape."""
+        began = time.monotonic()
+        timing = measure(self.clock, decode_calls(variant, self.pool, w, tables), seconds=self.seconds)
+        machine = self.monitor.between(began, time.monotonic())
+        step = None
+        if variant == "snapmla":
+            step = measure(self.clock, step_calls(self.pool, w, tables), seconds=self.seconds / 4).time_us
+        c = self.ceilings
+        flops, moved, measured = least_time(variant, w, c["read_tbs"], c["bf16_tflops"], c["fp8_tflops"])
+        sheet = next((g for g in GPUS.values() if g.name in self.gpu.split()), None)
+        ideal = sheet and least_time(variant, w, sheet.bandwidth_tbs, sheet.bf16_tflops, sheet.fp8_tflops)[2]
+        us = timing.time_us
+        return {
+            "time_us": us, "tflops": flops / us * 1e-6, "gbps": moved / us * 1e-3,
+            "ideal_us": ideal, "share_of_ideal": ideal and ideal / us,
+            "ideal_measured_us": measured, "share_of_measured": measured / us,
+            "step_us": step, "spread": timing.spread, "windows": timing.windows, "calls": len(tables),
+            "flops": flops, "bytes": moved, "status": "ok", **machine, **self.made_by,
+        }  # fmt: skip
+
+    def tables(self, w: Workload) -> list[torch.Tensor]:
+        """Block tables of one window: together they read more than L2 holds."""
+        least = decode_bytes(w.heads, w.s_q, w.batch, w.context, "snapmla")
+        count = calls_in_a_window(least, self.l2_bytes)
+        return [self.pool.block_table(w.batch, w.context, seed) for seed in range(count)]
+
+
+def bench_table(
+    variants: list[str], shapes: list[Shape], gpu: str | None, bench: Bench | None = None
+) -> Iterator[dict]:
+    """The rows of kernel_bench.csv: every variant at every shape, measured by `bench` where there is one."""
+    blank = dict.fromkeys(COLUMNS)
+    for shape in shapes:
+        known = {key: value for key, value in asdict(shape).items() if key in COLUMNS}
+        workload = (
+            None if shape.batch is None else Workload(shape.heads, shape.s_q, shape.batch, shape.context)
+        )
+        tables = bench.tables(workload) if bench and workload else []
+        for variant in variants:
+            row = blank | known | {"variant": variant, "source": "measured", "status": "not run", "gpu": gpu}
+            reason = why_not(variant, gpu, workload)
+            reason = shape.unfit or reason
+            if reason is None and bench is not None:
+                try:
+                    row |= bench.row(variant, workload, tables)
+                except torch.OutOfMemoryError:
+                    reason = "The call does not fit the memory beside the pool of pages."
+            yield row | {"reason": reason}
+
+
+def start_bench(cfg: KernelBenchConfig, gpu: str, monitor: Monitor, run: Run) -> Bench:
+    """Pool, clock and ceilings on the current GPU. Raises RuntimeError where another process computes on it."""
+    if (others := other_processes()) and not cfg.timing.shared_gpu:
+        raise RuntimeError(
+            f"the GPU must be free for a measurement, got {len(others)} other processes: set timing.shared_gpu=true "
+            "to measure all the same."
+        )
+    clock = CudaClock()
+    ceilings = measure_ceilings(clock)
+    run.progress(", ".join(f"{name} {value:.4g}" for name, value in ceilings.items()))
+    description = provenance.gpus()
+    made_by = {
+        "shared_gpu": bool(others),
+        "driver": description[0]["driver_version"] if description else None,
+        "cuda": torch.version.cuda,
+        "commit": provenance.git_commit()[0],
+        "library": library_hash(),
+    }
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    pool = Pool(cfg.timing.pool_pages, cfg.seed)
+    return Bench(gpu, clock, pool, monitor, ceilings, properties.L2_cache_size, cfg.timing.seconds, made_by)
+
+
+def library_hash() -> str | None:
+    """The first 16 digits of the kernels' library's sha256."""
+    path = Path(os.environ.get("SNAPMLA_LIBRARY") or native.LIBRARY)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
 
 
 def roofline_table(cfg: KernelBenchConfig, shapes: list[Shape]) -> list[dict]:
@@ -146,12 +283,28 @@ def roofline_table(cfg: KernelBenchConfig, shapes: list[Shape]) -> list[dict]:
 
 @application("kernel_bench", KernelBenchConfig)
 def main(cfg: KernelBenchConfig, run: Run) -> None:
+    for variant in {*cfg.variants, *cfg.latency.variants, *cfg.crossover.variants}:
+        why_not(variant, None)  # refuses an unknown name before anything is measured
     shapes = fig5_shapes(cfg.fig5, cfg.engine) + fig6_shapes(cfg.fig6)
-    bench = bench_table(cfg, shapes, hopper_gpu())
-    run.write_table("kernel_bench.csv", bench)
+    gpu = hopper_gpu()
+    sets = {"kernel_bench.csv": [(cfg.variants, shapes)]}
+    sets["latency.csv"] = [(grid.variants, grid_shapes(grid)) for grid in (cfg.latency, cfg.crossover)]
+    with Monitor() if gpu else contextlib.nullcontext() as monitor:
+        bench = start_bench(cfg, gpu, monitor, run) if gpu else None
+        ceilings = bench.ceilings if bench else dict.fromkeys(("read_tbs", "bf16_tflops", "fp8_tflops"))
+        status = {"source": "measured", "status": "ok" if bench else "not run", "gpu": gpu}
+        status["reason"] = None if bench else why_not("snapmla", None)
+        run.write_table("ceilings.csv", [{"what": k, "value": v, **status} for k, v in ceilings.items()])
+        for filename, parts in sets.items():
+            rows = []
+            for row in itertools.chain.from_iterable(bench_table(*part, gpu, bench) for part in parts):
+                rows.append(row)
+                if bench and len(rows) % 50 == 0:
+                    run.progress(f"{filename}: {len(rows)} rows")
+            run.write_table(filename, rows)
+            for reason, count in Counter(row["reason"] for row in rows if row["reason"]).items():
+                run.progress(f"{filename}: {count} of {len(rows)} measurements not run: {reason}")
     run.write_table("roofline.csv", roofline_table(cfg, shapes))
-    for reason, count in Counter(row["reason"] for row in bench).items():
-        run.progress(f"{count} of {len(bench)} measurements not run: {reason}")
 
 
 if __name__ == "__main__":

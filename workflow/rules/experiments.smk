@@ -35,7 +35,7 @@ EXPERIMENTS = {
         threads=2,
     ),
     "accumulation": dict(needs=["kernels/kernels.csv"], makes=["accumulation.csv", "kernels.csv"]),
-    "kernel_bench": dict(needs=["kernels/kernels.csv"], makes=["kernel_bench.csv", "roofline.csv"], gpu=1),
+    "kernel_bench": dict(needs=["kernels/kernels.csv"], makes=["kernel_bench.csv", "latency.csv", "ceilings.csv", "roofline.csv"], gpu=1),
     "throughput": dict(needs=[], makes=["throughput.csv"], gpu=1),
 }
 
