@@ -18,6 +18,9 @@ ROW_TILE = 64
 SEQUENCE_COST = 4
 """What a sequence costs besides its pages, in pages: its queries' load, the pipeline's start, its results."""
 
+LEAST_SHARE = 3
+"""The least cost that a part is given: below, combining the parts costs more than it saves."""
+
 
 def row_tiles(rows: int) -> int:
     """Thread blocks that the rows of a sequence, s_q * heads, need."""
@@ -43,7 +46,7 @@ def boundaries(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
     pages = (cache_seqlens.long().clamp_min(0) + PAGE_SIZE - 1).div(PAGE_SIZE, rounding_mode="floor")
     ends = (pages.clamp_max(max_pages) + SEQUENCE_COST).cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
-    cuts = torch.arange(parts + 1) * max(-(-total // parts), 1)
+    cuts = torch.arange(parts + 1) * max(-(-total // parts), LEAST_SHARE)
     sequence = torch.searchsorted(ends, cuts, right=True)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])[sequence]
     page = torch.where(cuts >= total, 0, (cuts - starts - SEQUENCE_COST).clamp_min(0))

@@ -202,9 +202,9 @@ class TestOnAGpu:
 
     def test_time_grows_with_the_length_and_the_batch(self):
         pool, clock = Pool(16384), CudaClock()
-        short = self.time(Workload(64, 1, 16, 8192), pool, clock)
-        assert 1.6 < self.time(Workload(64, 1, 16, 16384), pool, clock) / short < 2.2
-        assert 1.6 < self.time(Workload(64, 1, 32, 8192), pool, clock) / short < 2.2
+        short = self.time(Workload(64, 1, 8, 32768), pool, clock)
+        assert 1.6 < self.time(Workload(64, 1, 8, 65536), pool, clock) / short < 2.2
+        assert 1.6 < self.time(Workload(64, 1, 16, 32768), pool, clock) / short < 2.2
 
     def test_every_variant_that_is_there_is_timed(self):
         pool, clock, workload = Pool(2048), CudaClock(), Workload(16, 1, 4, 2048)

@@ -92,6 +92,13 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
+// ---- kernels that overlap with the one before them in the stream (programmatic dependent launch)
+
+// Waits until the kernel before has finished and its writes can be read.
+__device__ __forceinline__ void dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the kernel behind be launched as soon as there is room, to wait there.
+__device__ __forceinline__ void dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- registers of a warp group: its role's share, set once at entry
 
 template <int kRegisters>

@@ -7,44 +7,76 @@
 
 namespace snapmla::decode {
 
-constexpr int kCombineThreads = kKvLoraRank / 4;  // four columns each
-constexpr int kCombineBatch = 8;                  // parts whose loads are in flight together
+constexpr int kCombineThreads = kKvLoraRank / 4;  // four columns each; also the parts whose weights are at hand together
+constexpr int kInFlight = 8;                      // parts whose values are loaded together
+
+// The last part of the sequence that part `first` begins: found by all threads together, since one after another the
+// boundaries would cost a trip to memory each.
+__device__ __forceinline__ int last_part(const Params& p, int first, int sequence, int blocks) {
+  __shared__ int last;
+  if (threadIdx.x == 0) last = p.parts;
+  __syncthreads();
+  for (int part = first + 1 + threadIdx.x; part < p.parts && part < last; part += kCombineThreads) {
+    const Boundary end = p.boundaries[part + 1];
+    if (end.sequence != sequence || end.block >= blocks) atomicMin(&last, part);
+  }
+  __syncthreads();
+  return last;
+}
+
+// The largest value of a thread block.
+__device__ __forceinline__ float block_max(float x) {
+  __shared__ float warp_max[kCombineThreads / kWarp];
+  for (int other = kWarp / 2; other > 0; other /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
+  if (threadIdx.x % kWarp == 0) warp_max[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  for (const float y : warp_max) x = fmaxf(x, y);
+  return x;
+}
 
 // A row (blockIdx.x) of the sequence that part blockIdx.y begins and does not finish, if there is one.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Params p) {
+  dependency_wait();  // for the decode kernel's results
   const int row = blockIdx.x, first = blockIdx.y;
   const Boundary begin = p.boundaries[first], end = p.boundaries[first + 1];
   const int sequence = end.sequence;
   if (sequence >= p.batch || end.block == 0 || (begin.sequence == sequence && begin.block > 0)) return;
   const int blocks = blocks_of(p.length(sequence));
   if (end.block >= blocks) return;
-  int last = first + 1;  // the part that finishes it
-  while (p.boundaries[last + 1].sequence == sequence && p.boundaries[last + 1].block < blocks) ++last;
+  const int last = last_part(p, first, sequence, blocks);
 
   const int tile = row / kRowTile, tile_row = row % kRowTile;
   const auto at = [&](int part) { return p.partial_row(tile, part == first ? 2 * part + 1 : 2 * part, tile_row); };
   float largest = -CUDART_INF_F;
-  for (int part = first; part <= last; ++part) largest = fmaxf(largest, p.partial_lse[at(part)]);
+  for (int part = first + threadIdx.x; part <= last; part += kCombineThreads) largest = fmaxf(largest, p.partial_lse[at(part)]);
+  largest = block_max(largest);
+
+  __shared__ float weights[kCombineThreads];
   float sum = 0.f;
   float4 out = {};
-  if (largest != -CUDART_INF_F) {
-    for (int part = first; part <= last; part += kCombineBatch) {
-      float weight[kCombineBatch];
-      float4 value[kCombineBatch];
+  for (int chunk = first; chunk <= last; chunk += kCombineThreads) {
+    const int count = min(last + 1 - chunk, kCombineThreads);
+    __syncthreads();
+    if (threadIdx.x < count) {
+      const float lse = p.partial_lse[at(chunk + threadIdx.x)];
+      weights[threadIdx.x] = lse == -CUDART_INF_F ? 0.f : exp2f(lse - largest);  // -inf: sees no key
+    }
+    __syncthreads();
+    for (int i = 0; i < count; i += kInFlight) {
+      float4 value[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kCombineBatch; ++i) {
-        const int64_t from = at(min(part + i, last));
-        weight[i] = part + i <= last ? exp2f(p.partial_lse[from] - largest) : 0.f;
-        value[i] = reinterpret_cast<const float4*>(p.partial_out + from * kKvLoraRank)[threadIdx.x];
+      for (int j = 0; j < kInFlight; ++j) {
+        value[j] = reinterpret_cast<const float4*>(p.partial_out + at(chunk + min(i + j, count - 1)) * kKvLoraRank)[threadIdx.x];
       }
 #pragma unroll
-      for (int i = 0; i < kCombineBatch; ++i) {
-        if (weight[i] == 0.f) continue;  // sees no key, or nothing of weight
-        sum += weight[i];
-        out.x += weight[i] * value[i].x;
-        out.y += weight[i] * value[i].y;
-        out.z += weight[i] * value[i].z;
-        out.w += weight[i] * value[i].w;
+      for (int j = 0; j < kInFlight; ++j) {
+        const float weight = i + j < count ? weights[i + j] : 0.f;
+        if (weight == 0.f) continue;
+        sum += weight;
+        out.x += weight * value[j].x;
+        out.y += weight * value[j].y;
+        out.z += weight * value[j].z;
+        out.w += weight * value[j].w;
       }
     }
   }

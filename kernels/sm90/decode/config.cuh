@@ -29,6 +29,8 @@ static_assert(kSoftmaxRegisters + kValueRegisters == 2 * 128, "setmaxnreg must h
 
 // What a sequence costs besides its key blocks, in key blocks: its queries' load, pipeline start and results.
 constexpr int kSequenceCost = 4;
+// The least a part is given: below, combining the parts costs more than it saves.
+constexpr int kLeastShare = 3;
 
 constexpr float kLn2 = 0.693147181f;
 

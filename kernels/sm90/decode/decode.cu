@@ -39,6 +39,23 @@ CUresult describe(CUtensorMap* map, const void* base, uint64_t columns, uint64_t
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
+// A launch that may begin before the kernel before it in the stream has finished: the kernel waits where it needs that.
+template <typename... Arguments>
+cudaError_t launch_overlapped(void (*kernel)(Arguments...), dim3 grid, unsigned threads, size_t shared, cudaStream_t stream,
+                              const Arguments&... arguments) {
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 }  // namespace
 }  // namespace snapmla::decode
 
@@ -93,7 +110,8 @@ int snapmla_mla_decode(snapmla_query query, snapmla_cache cache, snapmla_batch b
       cudaFuncSetAttribute(decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage));
   if (attribute != cudaSuccess) return attribute;
   const unsigned tiles = unsigned((rows + kRowTile - 1) / kRowTile), parts = unsigned(split.parts);
-  decode_kernel<<<dim3(tiles, parts), kThreads, sizeof(Storage), launch_stream>>>(maps, p);
-  if (parts > 1) combine_kernel<<<dim3(unsigned(rows), parts), kCombineThreads, 0, launch_stream>>>(p);
-  return cudaGetLastError();
+  const cudaError_t launched =
+      launch_overlapped(decode_kernel, dim3(tiles, parts), kThreads, sizeof(Storage), launch_stream, maps, p);
+  if (launched != cudaSuccess || parts == 1) return launched;
+  return launch_overlapped(combine_kernel, dim3(unsigned(rows), parts), kCombineThreads, 0, launch_stream, p);
 }

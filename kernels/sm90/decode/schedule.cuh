@@ -1,16 +1,18 @@
 // Cuts a batch into parts of like cost on the device, without the host knowing the lengths. snapmla/schedule.py is the same rule.
 #pragma once
 
+#include "../../common/ptx.cuh"
 #include "params.cuh"
 
 namespace snapmla::decode {
 
 constexpr int kScheduleThreads = 1024;
 
-// A sequence costs kSequenceCost + its blocks; laid end to end they make a line, cut into `parts` equal pieces. A cut inside a
-// sequence's first kSequenceCost units, or before it, comes before its first block.
+// A sequence costs kSequenceCost + its blocks; laid end to end they make a line, cut into at most `parts` equal pieces of at
+// least kLeastShare. A cut inside a sequence's first kSequenceCost units, or before it, comes before its first block.
 __global__ void __launch_bounds__(kScheduleThreads) schedule_kernel(const int* cache_seqlens, int batch, int max_pages, int parts,
                                                                     Boundary* boundaries) {
+  dependency_launch();
   __shared__ int64_t warp_sums[kScheduleThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int each = (batch + kScheduleThreads - 1) / kScheduleThreads;
@@ -32,7 +34,7 @@ __global__ void __launch_bounds__(kScheduleThreads) schedule_kernel(const int* c
     total += warp_sums[w];
   }
 
-  const int64_t share = max((total + parts - 1) / parts, int64_t(1));
+  const int64_t share = max((total + parts - 1) / parts, int64_t(kLeastShare));
   for (int sequence = begin; sequence < end; ++sequence) {
     const int64_t stop = start + kSequenceCost + blocks(sequence);
     for (int64_t part = (start + share - 1) / share; part * share < stop && part <= parts; ++part) {
