@@ -9,7 +9,7 @@ import torch
 from snapmla import record
 from snapmla.bench import machine
 from snapmla.bench.inputs import Pool, check_random
-from snapmla.bench.timing import CudaClock, calls_in_a_window, measure
+from snapmla.bench.timing import CudaClock, calls_in_a_window, measure, measure_together
 from snapmla.bench.variants import VARIANTS, Workload, decode_calls, step_calls, why_not
 from snapmla.experiments import kernel_bench
 
@@ -64,6 +64,22 @@ def test_the_median_and_the_spread_are_of_the_windows():
     timing = measure(clock, [call], seconds=0.1)
     assert timing.windows == 100 and timing.time_us == 50.5
     assert timing.spread == pytest.approx((90.9 - 10.1) / 50.5)
+
+
+def test_variants_take_turns():
+    """Both meet the same machine, however it changes."""
+    clock, slower = FakeClock(), 0.0
+
+    def call(base):
+        def run():
+            nonlocal slower
+            slower += 1.0
+            clock.now += base + slower
+
+        return run
+
+    both = measure_together(clock, {"a": [call(100.0)], "b": [call(200.0)]}, seconds=0)
+    assert both["b"].time_us - both["a"].time_us == pytest.approx(101.0) and both["a"].windows == 9
 
 
 @pytest.mark.parametrize(("seconds", "windows"), [(0.0, 9), (0.01, 10), (1.0, 200)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from snapmla import results
+from snapmla.bench.inputs import Pool
+from snapmla.bench.machine import Monitor
 from snapmla.experiments import kernel_bench, throughput
 from snapmla.models import DEEPSEEK_V3_1, ParallelLayout
 from snapmla.roofline import GPUS, get_gpu
@@ -118,28 +121,71 @@ def test_fig6_grid():
 def test_nothing_is_shown_as_measured_without_a_timing(gpu):
     cfg = compose("kernel_bench")
     shapes = kernel_bench.fig6_shapes(cfg.fig6)
-    rows = kernel_bench.bench_table(cfg, shapes, gpu)
-    assert len(rows) == 3 * len(shapes)
+    rows = list(kernel_bench.bench_table(cfg.variants, shapes, gpu))
+    assert len(rows) == len(cfg.variants) * len(shapes)
     numbers = ("time_us", "tflops", "gbps", "ideal_us", "share_of_ideal")
     for row in rows:
         assert tuple(row) == kernel_bench.COLUMNS
-        assert row["status"] == "not run" and row["reason"].endswith(".")
-        assert all(row[key] is None for key in numbers)
-        assert ("no Hopper GPU" in row["reason"]) == (gpu is None)
+        assert row["status"] == "not run" and all(row[key] is None for key in numbers)
+        assert gpu is not None or "no Hopper GPU" in row["reason"]
 
 
 def test_a_workload_that_does_not_fit_has_a_row_and_no_roofline():
     cfg = compose("kernel_bench", "engine.gpu=H100", "fig5.models=[DeepSeek-V3.1]", "fig5.layouts=[DP8/TP1]")
     shapes = kernel_bench.fig5_shapes(cfg.fig5, cfg.engine)
-    rows = kernel_bench.bench_table(cfg, shapes, None)
+    rows = list(kernel_bench.bench_table(cfg.variants, shapes, None))
     assert all(row["batch"] is None and "must fit" in row["reason"] for row in rows)
     assert kernel_bench.roofline_table(cfg, shapes) == []
 
 
+class CountingClock:
+    """Each window takes 10 µs; nothing is called."""
+
+    def capture(self, calls):
+        return lambda: None
+
+    def flush(self):
+        pass
+
+    def window_us(self, run):
+        return 10.0
+
+
+def test_measured_rows_have_every_column(monkeypatch):
+    """The whole path from shapes to rows, with a clock that needs no GPU."""
+    monkeypatch.setattr(kernel_bench, "decode_calls", lambda variant, pool, w, tables: tables)
+    monkeypatch.setattr(kernel_bench, "step_calls", lambda pool, w, tables: tables)
+    monkeypatch.setattr(
+        kernel_bench, "why_not", lambda v, gpu, w=None: "Not there." if v == "torch_sdpa" else None
+    )
+    ceilings = {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1400.0}
+    made_by = {"shared_gpu": False, "driver": "1", "cuda": "13.0", "commit": "abc", "library": "def"}
+    pool, monitor = Pool(64, device="cpu"), Monitor()
+    bench = kernel_bench.Bench("NVIDIA H200", CountingClock(), pool, monitor, ceilings, 10**8, 0.01, made_by)
+    shape = kernel_bench.Shape(64, 1, 32, 4096)
+    rows = {
+        r["variant"]: r
+        for r in kernel_bench.bench_table(
+            ["snapmla", "flashmla_fp8", "torch_sdpa"], [shape], "NVIDIA H200", bench
+        )
+    }
+    ours, fp8, floor = rows["snapmla"], rows["flashmla_fp8"], rows["torch_sdpa"]
+    assert tuple(ours) == tuple(fp8) == tuple(floor) == kernel_bench.COLUMNS
+    assert floor["status"] == "not run" and floor["reason"] == "Not there." and floor["time_us"] is None
+    calls = ours["calls"]
+    assert calls == -(-4 * 10**8 // ours["bytes"]) and ours["time_us"] == ours["step_us"] == 10.0 / calls
+    assert ours["status"] == "ok" and ours["reason"] is None and fp8["step_us"] is None
+    assert ours["flops"] == 2176 * 64 * 32 * 4096 and ours["bytes"] > fp8["bytes"]
+    assert ours["share_of_measured"] == pytest.approx(ours["ideal_measured_us"] / ours["time_us"])
+    assert ours["ideal_us"] < ours["ideal_measured_us"] and ours["commit"] == "abc"
+
+
 def test_unknown_variant():
-    cfg = compose("kernel_bench", "variants=[flashmla]")
-    with pytest.raises(ValueError, match="variants must be among snapmla, flashmla_bf16, .*got 'flashmla'"):
-        kernel_bench.bench_table(cfg, kernel_bench.fig6_shapes(cfg.fig6), None)
+    done = subprocess.run(
+        [sys.executable, "-m", "snapmla.experiments.kernel_bench", "variants=[flashmla]"],
+        env={**os.environ, "WANDB_MODE": "disabled"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode and "variants must be among snapmla, flashmla_bf16, " in done.stderr
 
 
 def test_kernel_bench_writes_its_files(tmp_path):

@@ -22,7 +22,8 @@ def measure_ceilings(clock: Clock, seconds: float = 0.3) -> dict[str, float]:
     product = torch._scaled_mm
     fp8 = measure(
         clock,
-        [lambda: product(x8, y8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)] * 4,
+        [lambda: product(x8, y8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)]
+        * 4,
         seconds=seconds,
     )
     return {

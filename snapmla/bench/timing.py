@@ -8,7 +8,7 @@ calls: what a decode step pays that runs one such call after another.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,22 +74,37 @@ class Timing:
 
 
 def measure(clock: Clock, calls: Sequence[Call], *, seconds: float, least: int = 9) -> Timing:
-    """Time calls that do the same work on inputs of their own.
+    """Time calls that do the same work on inputs of their own; see `measure_together`."""
+    return measure_together(clock, {"": calls}, seconds=seconds, least=least)[""]
+
+
+def measure_together(
+    clock: Clock, variants: Mapping[str, Sequence[Call]], *, seconds: float, least: int = 9
+) -> dict[str, Timing]:
+    """Time several variants in turns, a window each, so that all meet the same clocks and temperature: a GPU at its power
+    limit slows down while it is measured.
 
     Args:
-        seconds: about how long to measure; at least `least` windows are taken.
+        variants: calls that make one window of each.
+        seconds: about how long to measure each variant; at least `least` windows are taken.
     """
-    run = clock.capture(calls)
-    clock.flush()
-    first = clock.window_us(run)  # warms up, and says how many fit
-    count = max(least, min(200, int(seconds * 1e6 / max(first, 1.0))))
-    times = []
-    for _ in range(count):
+    runs = {name: clock.capture(calls) for name, calls in variants.items()}
+    first = 0.0  # a round warms up, and says how many fit
+    for run in runs.values():
         clock.flush()
-        times.append(clock.window_us(run) / len(calls))
-    deciles = statistics.quantiles(times, n=10)
-    median = statistics.median(times)
-    return Timing(median, (deciles[-1] - deciles[0]) / median, count)
+        first += clock.window_us(run)
+    count = max(least, min(200, int(seconds * 1e6 * len(runs) / max(first, 1.0))))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(count):
+        for name, run in runs.items():
+            clock.flush()
+            times[name].append(clock.window_us(run) / len(variants[name]))
+    return {name: _timing(values) for name, values in times.items()}
+
+
+def _timing(times: list[float]) -> Timing:
+    deciles, median = statistics.quantiles(times, n=10), statistics.median(times)
+    return Timing(median, (deciles[-1] - deciles[0]) / median, len(times))
 
 
 def calls_in_a_window(bytes_of_a_call: int, cache_bytes: int, most: int = 32) -> int:

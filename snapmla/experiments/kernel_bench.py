@@ -27,7 +27,7 @@ from snapmla import native, provenance
 from snapmla.bench.ceilings import measure_ceilings
 from snapmla.bench.inputs import Pool
 from snapmla.bench.machine import Monitor, other_processes
-from snapmla.bench.timing import Clock, CudaClock, calls_in_a_window, measure
+from snapmla.bench.timing import Clock, CudaClock, Timing, calls_in_a_window, measure_together
 from snapmla.bench.variants import Workload, decode_calls, step_calls, why_not
 from snapmla.experiments._app import BaseConfig, Run, application
 from snapmla.experiments.throughput import EngineConfig
@@ -51,6 +51,10 @@ COLUMNS = (
     "step_us", "spread", "windows", "calls", "flops", "bytes", "ideal_measured_us", "share_of_measured",
     "sm_mhz", "power_w", "power_limit_w", "throttle", "shared_gpu", "driver", "cuda", "commit", "library",
 )  # fmt: skip
+
+
+STEP = "step"
+"""Timed beside snapmla: everything that a layer's first call of a step pays, which is the column step_us."""
 
 
 @dataclass
@@ -179,14 +183,25 @@ class Bench:
     made_by: dict
     """The columns shared_gpu, driver, cuda, commit and library."""
 
-    def row(self, variant: str, w: Workload, tables: list[torch.Tensor]) -> dict:
-        """The measured columns of one variant at one shape."""
+    def rows(self, variants: list[str], w: Workload) -> dict[str, dict]:
+        """The measured columns of variants at one shape, timed in turns; "reason" where one has no room."""
+        tables, calls, rows = self.tables(w), {}, {}
+        for variant in variants:
+            try:
+                calls[variant] = decode_calls(variant, self.pool, w, tables)
+            except torch.OutOfMemoryError:
+                rows[variant] = {"reason": "The call does not fit the memory beside the pool of pages."}
+        if "snapmla" in calls:
+            calls[STEP] = step_calls(self.pool, w, tables)
         began = time.monotonic()
-        timing = measure(self.clock, decode_calls(variant, self.pool, w, tables), seconds=self.seconds)
+        timings = measure_together(self.clock, calls, seconds=self.seconds)
         machine = self.monitor.between(began, time.monotonic())
-        step = None
-        if variant == "snapmla":
-            step = measure(self.clock, step_calls(self.pool, w, tables), seconds=self.seconds / 4).time_us
+        for variant in calls.keys() - {STEP}:
+            step = {"step_us": timings[STEP].time_us} if variant == "snapmla" else {}
+            rows[variant] = self._columns(variant, w, timings[variant], len(tables)) | machine | step
+        return rows
+
+    def _columns(self, variant: str, w: Workload, timing: Timing, calls: int) -> dict:
         c = self.ceilings
         flops, moved, measured = least_time(variant, w, c["read_tbs"], c["bf16_tflops"], c["fp8_tflops"])
         sheet = next((g for g in GPUS.values() if g.name in self.gpu.split()), None)
@@ -196,8 +211,8 @@ class Bench:
             "time_us": us, "tflops": flops / us * 1e-6, "gbps": moved / us * 1e-3,
             "ideal_us": ideal, "share_of_ideal": ideal and ideal / us,
             "ideal_measured_us": measured, "share_of_measured": measured / us,
-            "step_us": step, "spread": timing.spread, "windows": timing.windows, "calls": len(tables),
-            "flops": flops, "bytes": moved, "status": "ok", **machine, **self.made_by,
+            "spread": timing.spread, "windows": timing.windows, "calls": calls,
+            "flops": flops, "bytes": moved, "status": "ok", **self.made_by,
         }  # fmt: skip
 
     def tables(self, w: Workload) -> list[torch.Tensor]:
@@ -217,17 +232,12 @@ def bench_table(
         workload = (
             None if shape.batch is None else Workload(shape.heads, shape.s_q, shape.batch, shape.context)
         )
-        tables = bench.tables(workload) if bench and workload else []
+        reasons = {variant: shape.unfit or why_not(variant, gpu, workload) for variant in variants}
+        possible = [variant for variant, reason in reasons.items() if reason is None]
+        measured = bench.rows(possible, workload) if bench and possible else {}
         for variant in variants:
             row = blank | known | {"variant": variant, "source": "measured", "status": "not run", "gpu": gpu}
-            reason = why_not(variant, gpu, workload)
-            reason = shape.unfit or reason
-            if reason is None and bench is not None:
-                try:
-                    row |= bench.row(variant, workload, tables)
-                except torch.OutOfMemoryError:
-                    reason = "The call does not fit the memory beside the pool of pages."
-            yield row | {"reason": reason}
+            yield row | {"reason": reasons[variant]} | measured.get(variant, {})
 
 
 def start_bench(cfg: KernelBenchConfig, gpu: str, monitor: Monitor, run: Run) -> Bench:
