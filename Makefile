@@ -47,7 +47,7 @@ PACKAGE_STAMP := $(VENV)/.made-package
 # A CUDA build of torch brings CUDA packages of its own, and a GPU machine its toolkit.
 TOOLS_STAMP := $(if $(filter cpu,$(TARGET)),$(VENV)/.made-tools)
 
-.PHONY: all kernels test figures sync lint setup deps flashmla lock clean distclean help
+.PHONY: all kernels test figures sync record lint setup deps flashmla lock clean distclean help
 
 all: setup ## run the whole workflow: every figure, table and claim (SIZE=full or short)
 	@echo "== workflow ($(SIZE))"
@@ -65,6 +65,9 @@ test: setup ## run the tests; GPU tests skip without a Hopper GPU (PYTEST_ARGS="
 
 sync: setup ## upload the offline Weights & Biases runs (needs WANDB_API_KEY or wandb login)
 	@$(RUN) $(PY) -m snapmla.tracking sync
+
+record: setup ## keep what this GPU measured in results/recorded/ (after `make all` on a Hopper GPU)
+	@$(PY) -m snapmla.record
 
 lint: setup ## check style (ruff) and the workflow (snakemake --lint)
 	@$(PY) -m ruff check .

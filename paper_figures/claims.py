@@ -76,34 +76,78 @@ def throughput(results: Results, limit: dict) -> Verdict:
     raise NotRun(f"no pair of rows for {limit['layout']}")
 
 
-def kernel_peak(results: Results, limit: dict) -> Verdict:
+def timed_kernels(results: Results) -> tuple[Source, pd.DataFrame]:
+    """The kernel benchmark's timed rows: measured by this run, else recorded; ``NotRun`` where there are none."""
     planned = results.table("kernel_bench", "kernel_bench.csv", BENCH)
-    roofline = results.table("kernel_bench", "roofline.csv", ROOFLINE)
     rows = sources.ran(planned)
     rows = rows[rows["source"] == "measured"]
     candidates = [
         (results.measured("kernel_bench", gpu=str(gpu)), group) for gpu, group in rows.groupby("gpu")
     ]
     candidates += results.recorded_tables("kernel_bench.csv", BENCH)
-    peaks = roofline[roofline["format"] == "snapmla"].assign(gpu=roofline["gpu"].map(normal)).groupby("gpu")
-    peaks = peaks["effective_peak_tflops"].max()
     for label, table in candidates:
         table = sources.ran(table)
-        table = table[(table["variant"] == "snapmla") & (table["heads"] >= limit["heads"])]
-        if table.empty:
-            continue
-        gpu = normal(table["gpu"].iloc[0])
-        if gpu not in peaks:
-            raise NotRun(f"measured on {gpu}, which roofline.csv has no effective peak for")
-        longest = table[table["context"] == table.groupby("heads")["context"].transform("max")]
-        share = longest.groupby("heads")["tflops"].max() / peaks[gpu]
-        detail = (
-            ", ".join(f"H = {heads:.0f}: {value:.0%}" for heads, value in share.items())
-            + f" of {peaks[gpu]:.0f} TFLOPS"
-        )
-        return verdict(share.min() >= limit["at_least"], f"{share.min():.0%}", [label], detail)
+        if (table["variant"] == "snapmla").any():
+            return label, table
     own = planned[planned["variant"] == "snapmla"]
     raise NotRun(sources.reason(own) if len(own) else "no row of the variant snapmla")
+
+
+def longest(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of each head count at its longest context."""
+    return table[table["context"] == table.groupby("heads")["context"].transform("max")]
+
+
+def share_of(peak: float, table: pd.DataFrame, label: Source, limit: dict) -> Verdict:
+    """Whether SnapMLA's best rate at each head count reaches its share of ``peak``."""
+    rows = longest(table[(table["variant"] == "snapmla") & (table["heads"] >= limit["heads"])])
+    if rows.empty:
+        raise NotRun(f"no timed row of {limit['heads']} or more heads")
+    share = rows.groupby("heads")["tflops"].max() / peak
+    per_head = ", ".join(f"H = {heads:.0f}: {value:.0%}" for heads, value in share.items())
+    detail = f"{per_head} of {peak:.0f} TFLOPS"
+    return verdict(share.min() >= limit["at_least"], f"{share.min():.0%}", [label], detail)
+
+
+def kernel_peak(results: Results, limit: dict) -> Verdict:
+    label, table = timed_kernels(results)
+    roofline = results.table("kernel_bench", "roofline.csv", ROOFLINE)
+    peaks = roofline[roofline["format"] == "snapmla"].assign(gpu=roofline["gpu"].map(normal)).groupby("gpu")
+    peaks = peaks["effective_peak_tflops"].max()
+    gpu = normal(table["gpu"].iloc[0])
+    if gpu not in peaks:
+        raise NotRun(f"measured on {gpu}, which roofline.csv has no effective peak for")
+    return share_of(peaks[gpu], table, label, limit)
+
+
+def kernel_peak_measured(results: Results, limit: dict) -> Verdict:
+    label, table = timed_kernels(results)
+    if not {"flops", "ideal_measured_us"} <= set(table):
+        raise NotRun("the timed rows have no ideal time by measured ceilings")
+    own = table[table["variant"] == "snapmla"]
+    # Where the tensor cores bound the ideal time, its rate is the measured effective peak: the largest of all rows.
+    return share_of((own["flops"] / own["ideal_measured_us"]).max() * 1e-6, table, label, limit)
+
+
+def kernel_over(peer: str) -> Callable[[Results, dict], Verdict]:
+    """Whether SnapMLA's kernel is faster than ``peer`` at every head count (Fig 6's shapes, s_q 1)."""
+
+    def judge_ratio(results: Results, limit: dict) -> Verdict:
+        label, table = timed_kernels(results)
+        grid = longest(table[table["model"].isna() & (table["s_q"] == 1)])
+        times = grid.pivot_table(index=["heads", "context"], columns="variant", values="time_us")
+        if peer not in times:
+            raise NotRun(f"{label_of(peer)} was not timed")
+        ratio = (times[peer] / times["snapmla"]).dropna()
+        detail = ", ".join(
+            f"H = {heads:.0f} at {context_name(int(context))}: {value:.2f}x"
+            for (heads, context), value in ratio.items()
+        )
+        return verdict(
+            ratio.min() >= limit["at_least"], f"{ratio.min():.2f}x to {ratio.max():.2f}x", [label], detail
+        )
+
+    return judge_ratio
 
 
 def cache_bytes(results: Results, limit: dict) -> Verdict:
@@ -254,6 +298,9 @@ def accumulation(results: Results, limit: dict) -> Verdict:
 JUDGES: dict[str, tuple[Callable[[Results, dict], Verdict], tuple[str, ...]]] = {  # and the files each needs
     "throughput": (throughput, ("throughput/throughput.csv",)),
     "kernel_peak": (kernel_peak, ("kernel_bench/kernel_bench.csv", "kernel_bench/roofline.csv")),
+    "kernel_peak_measured": (kernel_peak_measured, ("kernel_bench/kernel_bench.csv",)),
+    "kernel_over_bf16": (kernel_over("flashmla_bf16"), ("kernel_bench/kernel_bench.csv",)),
+    "kernel_over_fp8": (kernel_over("flashmla_fp8"), ("kernel_bench/kernel_bench.csv",)),
     "cache_bytes": (cache_bytes, ("throughput/throughput.csv",)),
     "a_explodes": (a_explodes, ("fidelity/layer_error.csv",)),
     "snapmla_lowest": (snapmla_lowest, ("fidelity/layer_error.csv",)),

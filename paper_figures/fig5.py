@@ -43,7 +43,7 @@ def build(results: Results) -> None:
                 badge(ax, Source("not run"))
                 continue
             ax.set_title(f"{layout}, H = {panel['heads'].iloc[0]:.0f}", pad=15)
-            draw(ax, data, panel, rows, peak["effective"], width=30)
+            draw(ax, data, panel, rows, peak["effective"], width=45)
             if row == len(models) - 1:
                 ax.set_xlabel("sequence length (tokens)")
         axes[row, 0].set_ylabel(f"{model}\nTFLOPS per GPU")

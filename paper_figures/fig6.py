@@ -38,7 +38,7 @@ def build(results: Results) -> None:
                     f"{s_q} for Fig 6, got none."
                 )
             ax = axes[row, column]
-            ax.set_title(f"H = {heads}, MTP {s_q}", pad=15)
+            ax.set_title(f"H = {heads}, MTP {s_q}", pad=21)
             draw(ax, data, shapes, points, peak["effective"], width=23)
             if row == len(MTP) - 1:
                 ax.set_xlabel("sequence length (tokens)")

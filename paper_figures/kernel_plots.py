@@ -78,7 +78,7 @@ def draw(
 ) -> None:
     """One panel: TFLOPS against context. ``shapes`` are the panel's planned shapes, ``rows`` its timed rows.
 
-    A panel without a timed row says why, in lines of ``width`` characters.
+    A panel without a timed row says why, in lines of ``width`` characters; its badge may be a little wider.
     """
     lines = data.roofline.merge(shapes[KEY].drop_duplicates(), on=KEY)
     for name, (label, color, style) in FORMATS.items():
@@ -101,7 +101,7 @@ def draw(
     if len(lines):
         roofline = f"roofline of the {data.gpu}: Eq 7 and data sheet, nothing timed"
         labels.append(Source("modelled", detail=roofline))
-    badge(ax, *labels, PAPER)
+    badge(ax, *labels, PAPER, width=width + 7)
     context_ticks(ax, shapes["context"])
 
 

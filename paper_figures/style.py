@@ -45,6 +45,9 @@ VARIANTS: dict[str, tuple[str, str, str]] = {  # name in result files: label, co
     "config_d": ("D: per block", PURPLE, "v"),
     "flashmla_bf16": ("FlashMLA BF16", BLACK, "x"),
     "flashmla_fp8": ("FlashMLA FP8 (per tensor)", SKY, "P"),
+    "flashinfer_bf16": ("FlashInfer BF16", PURPLE, "v"),
+    "flashinfer_fp8kv": ("FlashInfer, FP8 cache", GREEN, "D"),
+    "torch_sdpa": ("torch SDPA (floor)", GREY, "."),
 }
 BADGE = {  # kind of source: text colour
     "measured": GREEN, "recorded": BLUE, "modelled": GREY, "paper": "#A34700", "diagram": GREY,
@@ -102,12 +105,13 @@ def label_of(variant: str) -> str:
     return VARIANTS.get(variant, (variant, "", ""))[0]
 
 
-def badge(ax: Axes, *sources: Source) -> None:
-    """Write above the right end of ``ax`` where its data comes from; ``footer`` gives the details."""
+def badge(ax: Axes, *sources: Source, width: int = 200) -> None:
+    """Write above the right end of ``ax`` where its data comes from, in lines of ``width`` characters; ``footer`` gives
+    the details."""
     shorts = list(dict.fromkeys(source.short for source in sources))
     count = sum(1 for other in ax.figure.axes if getattr(other, _SOURCES, None))
     ax.annotate(
-        " + ".join(shorts), (1.0, 1.0), (0, 3), xycoords="axes fraction", textcoords="offset points",
+        textwrap.fill(" + ".join(shorts), width), (1.0, 1.0), (0, 3), xycoords="axes fraction", textcoords="offset points",
         ha="right", va="bottom", fontsize=5.5,
         color=BADGE[sources[0].kind], gid=f"source-{count}-{sources[0].kind.replace(' ', '-')}",
         bbox={"boxstyle": "round,pad=0.25", "fc": "white", "ec": BADGE[sources[0].kind], "lw": 0.5},
