@@ -52,9 +52,9 @@ __host__ __device__ inline int blocks_of(int length) { return (length + kBlockKe
 
 // The blocks that a part visits of one sequence, and where their result goes.
 struct Piece {
-  int length;        // tokens of the sequence
-  int begin, end;    // its blocks
-  int slot;          // of the partial results; negative: the whole sequence, to `out` and `lse`
+  int length;      // tokens of the sequence
+  int begin, end;  // its blocks
+  int slot;        // of the partial results; negative: the whole sequence, to `out` and `lse`
 
   __device__ Piece(const Params& p, int part, const Boundary& first, const Boundary& last, int sequence)
       : length(p.length(sequence)) {

@@ -29,21 +29,21 @@ struct alignas(1024) Storage {
   // P in e4m3, [row][key], keys of 16 in the order in which a lane holds them (README.md), 16-byte pieces swizzled.
   uint8_t p[kStages][kRowTile][kBlockKeys];
   float k_scale[kStages][kBlockKeys];
-  float gamma[kStages][kRowTile];           // what O is multiplied by before the block is added
-  uint8_t moved[kStages][kRowTile / 8];     // of eight rows each: whether any gamma is not 1
+  float gamma[kStages][kRowTile];          // what O is multiplied by before the block is added
+  uint8_t moved[kStages][kRowTile / 8];    // of eight rows each: whether any gamma is not 1
   Reference reference[kSoftmaxGroups][kRowTile];
-  float sum[kSoftmaxGroups][kRowTile];      // each softmax group's share of the sum of exponentials
+  float sum[kSoftmaxGroups][kRowTile];     // each softmax group's share of the sum of exponentials
   float inverse_sum[kRowTile];
-  Boundary boundaries[2];                   // of this thread block's part
+  Boundary boundaries[2];                  // of this thread block's part
 
-  // mbarriers                   completed by                               waited for by
-  uint64_t query_full;        // the copy engine                            both softmax groups: Q of a sequence
-  uint64_t key_full[kStages];    // the copy engine (4 warps announce)      softmax group (QK), both PV groups (V)
-  uint64_t key_empty[kStages];   // 8 warps of the PV groups                the warps of PV group 1 that refill the stage
-  uint64_t p_full[kStages];      // 4 warps of the block's softmax group    both PV groups: P, gamma, moved
-  uint64_t p_empty[kStages];     // 8 warps of the PV groups                the block's softmax group
-  uint64_t sum_full;          // 4 warps of softmax group 0                 both PV groups: inverse_sum of a sequence
-  uint64_t sum_empty;         // 8 warps of the PV groups                   softmax group 0
+  // mbarriers                   completed by                            waited for by
+  uint64_t query_full;           // the copy engine                      both softmax groups: Q of a sequence
+  uint64_t key_full[kStages];    // the copy engine (4 warps announce)   softmax group (QK), both PV groups (V)
+  uint64_t key_empty[kStages];   // 8 warps of the PV groups             the warps of PV group 1 that refill the stage
+  uint64_t p_full[kStages];      // 4 warps of the block's softmax group both PV groups: P, gamma, moved
+  uint64_t p_empty[kStages];     // 8 warps of the PV groups             the block's softmax group
+  uint64_t sum_full;             // 4 warps of softmax group 0           both PV groups: inverse_sum of a sequence
+  uint64_t sum_empty;            // 8 warps of the PV groups             softmax group 0
 };
 
 // Named barriers. The references go from the group of one block to that of the next: group g arrives on kReferenceFrom + g.
@@ -56,8 +56,8 @@ constexpr int kSequence = kStages;
 struct Parities {
   uint32_t bits = 0;
 
-  __device__ uint32_t of(int stage) const { return bits >> stage & 1; }           // completes: this use has been filled
-  __device__ uint32_t before(int stage) const { return of(stage) ^ 1; }            // completes: the use before was released
+  __device__ uint32_t of(int stage) const { return bits >> stage & 1; }      // completes: this use has been filled
+  __device__ uint32_t before(int stage) const { return of(stage) ^ 1; }      // completes: the use before was released
   __device__ void advance(int stage) { bits ^= 1u << stage; }
 };
 

@@ -12,7 +12,7 @@ namespace snapmla::decode {
 constexpr int kGroupColumns = kKvLoraRank / kValueGroups;
 constexpr int kColumnTiles = kGroupColumns / 64;  // WGMMAs have 64 rows: columns of the output, here
 
-// Asks for a key block; each of the four warps for a part of it. `page` is needed in one lane only.
+// Asks for a key block: one thread of each of the four warps for a part of it.
 __device__ __forceinline__ void load_key(const Storage& storage, const CUtensorMap* content, const CUtensorMap* rope,
                                          const Params& p, int stage, int page) {
   const int warp = threadIdx.x % kGroup / kWarp;
