@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 import sources
+from fig_accumulation import kernels as kernel_errors
 from kernel_plots import BENCH, ROOFLINE, normal
 from rich.box import HORIZONTALS
 from rich.console import Console
@@ -295,6 +296,20 @@ def accumulation(results: Results, limit: dict) -> Verdict:
     return verdict(ours <= limit["at_most"], f"{ours:.2f}x", results.label("accumulation", table), detail)
 
 
+def kernel_accumulation(results: Results, limit: dict) -> Verdict:
+    found = kernel_errors(results)
+    if found is None or "snapmla" not in set(found[1]["variant"]):
+        planned = results.table("accumulation", "kernels.csv", ("variant", "status", "reason"))
+        raise NotRun(sources.reason(planned[planned["variant"] == "snapmla"]))
+    label, table = found
+    worst = table.groupby("variant")["relative_l2"].max()
+    contexts = sorted(table["keys"].unique())
+    others = ", ".join(f"{label_of(v)} {error:.2%}" for v, error in worst.items() if v != "snapmla")
+    span = f"{context_name(int(contexts[0]))} to {context_name(int(contexts[-1]))} keys"
+    detail = f"largest relative L2 over {span}, all value distributions; {others or 'no peer was measured'}"
+    return verdict(worst["snapmla"] <= limit["at_most"], f"{worst['snapmla']:.2%}", [label], detail)
+
+
 JUDGES: dict[str, tuple[Callable[[Results, dict], Verdict], tuple[str, ...]]] = {  # and the files each needs
     "throughput": (throughput, ("throughput/throughput.csv",)),
     "kernel_peak": (kernel_peak, ("kernel_bench/kernel_bench.csv", "kernel_bench/roofline.csv")),
@@ -309,6 +324,7 @@ JUDGES: dict[str, tuple[Callable[[Results, dict], Verdict], tuple[str, ...]]] = 
     "rope_mse": (rope_mse, ("distribution/mse.csv", "distribution/ranges.csv")),
     "quality": (quality, ("quality/quality.csv",)),
     "accumulation": (accumulation, ("accumulation/accumulation.csv",)),
+    "kernel_accumulation": (kernel_accumulation, ("accumulation/kernels.csv",)),
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, timed, write_run_json
+from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, timed, timed_errors, write_run_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "paper_figures"
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation")
@@ -103,6 +103,21 @@ def test_badges_follow_the_data(drawn: Path, tmp_path: Path) -> None:
     fake.tables["kernel_bench", "kernel_bench.csv"] = timed(kernel_bench(), "measured", "NVIDIA H200", 0.9)
     assert draw("fig6", fake.write(tmp_path)) == 0
     assert kinds(tmp_path, "fig6") == {"measured"}
+
+
+def test_measured_kernels_are_drawn_beside_the_model(tmp_path: Path) -> None:
+    fake = Fake()
+    fake.tables["accumulation", "kernels.csv"] = timed_errors(0.0015)
+    root = fake.write(tmp_path / "measured")
+    assert draw("fig_accumulation", root) == 0
+    plain = Fake().write(tmp_path / "plain")
+    assert draw("fig_accumulation", plain) == 0
+    drawings = [(r / "figures" / "fig_accumulation.svg").read_bytes() for r in (root, plain)]
+    assert drawings[0] != drawings[1]
+    module, sources = importlib.import_module("fig_accumulation"), importlib.import_module("sources")
+    label, table = module.kernels(sources.Results(root, tmp_path))
+    assert label.kind == "measured" and set(table["batch"]) == {128} and len(table) == 8
+    assert module.kernels(sources.Results(plain, tmp_path)) is None
 
 
 def test_recorded_rows_are_drawn_only_where_nothing_was_measured(tmp_path: Path) -> None:
@@ -264,6 +279,13 @@ def kernels(share: float, spoil_heads: int | None = None):
     return change
 
 
+def kernels_err(error: float):
+    def change(fake: Fake) -> None:
+        fake.tables["accumulation", "kernels.csv"] = timed_errors(error)
+
+    return change
+
+
 def shrinking_a(fake: Fake) -> None:
     """A is far worse than SnapMLA, but its error falls with depth."""
     table = fake.tables[ERRORS]
@@ -342,6 +364,9 @@ CASES = [
     ("accumulation", unchanged, "PASS"),
     ("accumulation", scale(ACCUMULATION, ONE_GROWS, "relative_l2", 2), "FAIL"),
     ("accumulation", drop(*ACCUMULATION), "NOT RUN"),
+    ("kernel_accumulation", unchanged, "NOT RUN"),
+    ("kernel_accumulation", kernels_err(0.0015), "PASS"),
+    ("kernel_accumulation", kernels_err(0.03), "FAIL"),
 ]
 
 
