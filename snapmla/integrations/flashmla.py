@@ -6,6 +6,7 @@ called on queries and caches that a caller has made, in a form that a CUDA graph
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -25,9 +26,10 @@ def why_not(variant: str) -> str | None:
         import flash_mla
     except (ImportError, OSError) as error:  # OSError: its libraries do not load, for want of CUDA
         return f"FlashMLA is not installed ({type(error).__name__})."
-    if getattr(flash_mla, "has_legacy", None) is False:
+    legacy = getattr(flash_mla, "has_legacy", None)
+    if legacy is not None and not legacy():
         return "The installed FlashMLA has no Hopper kernels."
-    if variant == "flashmla_fp8" and not hasattr(flash_mla, "has_legacy"):
+    if variant == "flashmla_fp8" and legacy is None:
         return "The installed FlashMLA has no FP8 kernel for Hopper."
     return None
 
@@ -54,19 +56,20 @@ def prepare(
     """
     from flash_mla import flash_mla_interface as interface
 
+    rows = q.shape[1] * q.shape[2]
+    decode = interface.flash_mla_with_kvcache
+    # Only sgl-flash-mla, which has newer kernels beside Hopper's, has to be told which.
+    legacy = {"use_legacy": True} if "use_legacy" in inspect.signature(decode).parameters else {}
+    options = dict(legacy)
+    if not hasattr(interface, "FlashMLASchedMeta"):  # FlashMLA before 2026
+        metadata, num_splits = interface.get_mla_metadata(cache_seqlens, rows, 1)
+    else:
+        metadata, num_splits = interface.FlashMLASchedMeta(), None  # filled by the first call
+        if variant == "flashmla_fp8":
+            metadata.tile_scheduler_metadata, metadata.num_splits = interface.get_mla_decoding_metadata(
+                cache_seqlens, rows, 1, is_fp8_kvcache=True, **legacy
+            )
+            one = torch.ones(1, device=q.device)
+            options |= {"is_fp8_kvcache": True, "descale_q": one, "descale_k": one}
     paging = block_table, cache_seqlens, KV_LORA_RANK
-    if not hasattr(interface, "FlashMLASchedMeta"):  # a build from source, before its interface changed
-        rows = q.shape[1] * q.shape[2]
-        metadata = interface.get_mla_metadata(cache_seqlens, rows, 1)
-        return lambda: interface.flash_mla_with_kvcache(q, cache, *paging, *metadata, softmax_scale, causal)
-    metadata, options = interface.FlashMLASchedMeta(), {}
-    if variant == "flashmla_fp8":
-        rows = q.shape[1] * q.shape[2]
-        metadata.tile_scheduler_metadata, metadata.num_splits = interface.get_mla_decoding_metadata(
-            cache_seqlens, rows, 1, is_fp8_kvcache=True, use_legacy=True
-        )
-        one = torch.ones(1, device=q.device)
-        options = {"is_fp8_kvcache": True, "descale_q": one, "descale_k": one}
-    return lambda: interface.flash_mla_with_kvcache(
-        q, cache, *paging, metadata, None, softmax_scale, causal, use_legacy=True, **options
-    )
+    return lambda: decode(q, cache, *paging, metadata, num_splits, softmax_scale, causal, **options)
