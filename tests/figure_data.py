@@ -223,6 +223,7 @@ class Fake:
             ("accumulation", "accumulation.csv"): accumulation(),
             ("accumulation", "kernels.csv"): accumulation_kernels(),
             ("kernel_bench", "kernel_bench.csv"): kernel_bench(),
+            ("kernel_bench", "latency.csv"): kernel_bench().query("model.isna()").assign(batch=1),
             ("kernel_bench", "roofline.csv"): roofline(),
             ("throughput", "throughput.csv"): throughput(),
             ("quality", "quality.csv"): quality(),

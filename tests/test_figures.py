@@ -18,7 +18,7 @@ from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, timed, timed_err
 
 FOLDER = Path(__file__).resolve().parent.parent / "paper_figures"
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation")
-TABLES = ("table1", "table2")
+TABLES = ("table1", "table2", "table_kernels")
 INPUTS = {
     "fig1": "throughput/throughput.csv",
     "fig3": "distribution/mse.csv",
@@ -103,6 +103,21 @@ def test_badges_follow_the_data(drawn: Path, tmp_path: Path) -> None:
     fake.tables["kernel_bench", "kernel_bench.csv"] = timed(kernel_bench(), "measured", "NVIDIA H200", 0.9)
     assert draw("fig6", fake.write(tmp_path)) == 0
     assert kinds(tmp_path, "fig6") == {"measured"}
+
+
+def test_kernel_times_stand_beside_least_times(tmp_path: Path) -> None:
+    fake = Fake()
+    for name in ("kernel_bench.csv", "latency.csv"):
+        fake.tables["kernel_bench", name] = timed(
+            fake.tables["kernel_bench", name], "measured", "NVIDIA H200", 0.5
+        )
+    root = fake.write(tmp_path)
+    assert draw("table_kernels", root) == 0
+    text = (root / "tables" / "table_kernels.md").read_text()
+    assert "measured here (NVIDIA H200" in text and "modelled, nothing timed" in text
+    assert f"{934 / 600:.2f}" in text  # SnapMLA at half of 1868 TFLOPS over FlashMLA at 600
+    tidy = pd.read_csv(root / "tables" / "table_kernels.csv")
+    assert set(tidy["batch"]) == {1, 32} and set(tidy["source"]) == {"measured"}
 
 
 def test_measured_kernels_are_drawn_beside_the_model(tmp_path: Path) -> None:

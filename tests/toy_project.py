@@ -27,7 +27,7 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
 }
 MEASURING = ("kernel_bench", "throughput")
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation")
-TABLES = ("table1", "table2")
+TABLES = ("table1", "table2", "table_kernels")
 
 EXPERIMENT = '''"""A stand-in for the experiment {name}."""
 
