@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from snapmla.experiments import accumulation
+from snapmla.experiments.accumulation import kernel_error
 from snapmla.metrics import relative_l2
 from snapmla.quantization import Quantized, to_e4m3
 from snapmla.reference import PROMOTED, SINGLE_ACCUMULATOR, Accumulation, Rules, emulated_attention
@@ -87,3 +89,22 @@ def test_promoted_accumulation_keeps_the_error_from_growing():
     """The project's guarantee: the error does not grow with the context."""
     errors = [flat_error(keys, 120, 16, PROMOTED) for keys in (64, 1024, 16384)]
     assert max(errors) < 2e-3 and errors[-1] < 1.2 * errors[0]
+
+
+@pytest.mark.parametrize("keys", [64, 130])
+def test_the_error_of_a_kernel_is_measured_as_the_models(keys):
+    """On the CPU "the kernel" is the emulation: what is left is the rounding of the output."""
+    content = to_e4m3(torch.randn(keys, 512, generator=torch.Generator().manual_seed(0)) * 16 + 120)
+    exact = content.double().mean(0)
+    rounding = relative_l2(exact.bfloat16(), exact)
+    assert kernel_error("snapmla", content, batch=2, heads=1) == pytest.approx(rounding, rel=0.1)
+
+
+def test_kernels_that_cannot_run_have_rows_that_say_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kernels = accumulation.KernelsConfig(variants=["snapmla", "flashmla_fp8"], batches=[1, 128], heads=16)
+    values = [accumulation.ValuesConfig(mean=1.0, std=2.0)]
+    cfg = accumulation.AccumulationConfig(keys=[64, 128], values=values, kernels=kernels)
+    rows = accumulation.kernel_rows(cfg)
+    assert len(rows) == 8 and {row["status"] for row in rows} == {"not run"}
+    assert all(row["relative_l2"] is None and "no Hopper GPU" in row["reason"] for row in rows)
