@@ -118,7 +118,7 @@ class LatentCache:
             slot_mapping: int64 or int32 [tokens]; a negative slot skips its token.
             norm_weight: bfloat16 [512], of the RMSNorm (`kv_a_layernorm`).
             cos_sin: float32 or bfloat16 [max_position, 64], 32 cosines and 32 sines for each position.
-            positions: int64 or int32 [tokens].
+            positions: int64 or int32 [tokens], rows of cos_sin; that of a skipped token is not read.
             epsilon: of the RMSNorm.
             interleaved: pairs are values 2 i, 2 i + 1 (DeepSeek's checkpoints); otherwise i, i + 32.
         """

@@ -91,7 +91,8 @@ def mla_decode_quantized(
         causal: query i of s_q sees the first cache_seqlens - s_q + 1 + i tokens (bottom-right aligned).
         out: bfloat16 [batch, s_q, heads, 512] to write to; needs `lse` as well.
         lse: float32 [batch, heads, s_q] to write to.
-        schedule: of `decode_schedule`, the same for all layers of a step; by default each call makes its own.
+        schedule: made by `decode_schedule` from the same cache_seqlens, for all layers of a step; by default each
+            call makes its own.
 
     Returns:
         out bfloat16 [batch, s_q, heads, 512] and lse float32 [batch, heads, s_q] (natural logarithm of the

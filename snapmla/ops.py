@@ -163,11 +163,10 @@ def norm_rope_append_kv(
 ) -> None:
     """`append_kv` of tokens that have had neither RMSNorm (norm_weight [512], BF16) nor rotary embedding (cos_sin
     [.., 64], positions [tokens]); `snapmla.norm_rope` has the roundings."""
+    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
     check_norm_rope(content, norm_weight, cos_sin, positions)
-    content, rope = (
-        rms_norm(content, norm_weight, epsilon),
-        rotate(rope, cos_sin[positions.long()], interleaved),
-    )
+    turns = cos_sin[positions.long().where(slot_mapping >= 0, 0)]  # a skipped token's position is not read
+    content, rope = rms_norm(content, norm_weight, epsilon), rotate(rope, turns, interleaved)
     _append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
 
 

@@ -59,6 +59,13 @@ def test_it_is_append_after_both():
     assert torch.equal(got.buffer, expected.buffer)
 
 
+def test_a_skipped_tokens_position_is_not_read():
+    content, rope = latents(4)
+    slots, positions = torch.tensor([-1, 5, -1, 7]), torch.tensor([10**9, 3, -(10**9), 4])
+    cache = append("cpu", content, rope, slots, angles(9), positions, True)
+    assert (cache.buffer != 0xA5).any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("separate", [False, True], ids=["one buffer", "three planes"])
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -71,6 +78,7 @@ def test_kernels_bytes_are_the_cpus(index, dtype, interleaved, separate):
     slots = torch.randperm(384, generator=torch.Generator().manual_seed(1))[:300].to(index)
     slots[::11] = -1
     positions = torch.randint(0, 5000, (300,), dtype=index, generator=torch.Generator().manual_seed(2))
+    positions[::11] = 2**30  # of tokens that are skipped
     arguments = content, rope, slots, angles(5000, dtype), positions, interleaved, separate
     cpu, gpu = append("cpu", *arguments), append("cuda", *arguments)
     for a, b in zip(cpu.planes, gpu.planes, strict=True):
@@ -82,6 +90,8 @@ def test_wrong_arguments_are_named():
     arguments = {"slots": torch.arange(3), "cos_sin": angles(9), "positions": torch.arange(3)}
     with pytest.raises(TypeError, match="cos_sin must be float32 or bfloat16, got float64"):
         append("cpu", content, rope, **{**arguments, "cos_sin": angles(9).double()}, interleaved=True)
+    with pytest.raises(TypeError, match="content must be bfloat16, got float32"):
+        append("cpu", content.float(), rope, **arguments, interleaved=True)
     with pytest.raises(ValueError, match=r"positions must have shape \[3\], got \[2\]"):
         append("cpu", content, rope, **{**arguments, "positions": torch.arange(2)}, interleaved=True)
     with pytest.raises(ValueError, match="cos_sin must be contiguous"):
