@@ -181,3 +181,15 @@ def test_no_machine_paths_and_no_index_hosts() -> None:
     pattern = re.compile(r"/(?:home|root|Users|work)/\w|(?:pypi|pythonhosted|pytorch|anaconda)\.(?:org|com)")
     found = {name: hits for name, text in text_files().items() if (hits := pattern.findall(text))}
     assert found == {}
+
+
+def test_the_cuda_tools_lock_follows_its_list() -> None:
+    wanted = [
+        Requirement(line)
+        for line in (ROOT / "kernels" / "tools.in").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
+    lock = (ROOT / "kernels" / "tools.lock").read_text(encoding="utf-8")
+    locked = dict(re.findall(r"^([a-z0-9-]+)==([0-9.]+) ", lock, re.MULTILINE))
+    assert {r.name: str(r.specifier).removeprefix("==") for r in wanted} == locked
+    assert lock.count("--hash=sha256:") >= len(locked)
