@@ -10,8 +10,15 @@ from paging import latents, queries
 
 from snapmla import merge_partials, quantize_key, quantize_query
 from snapmla.metrics import one_minus_cosine, relative_l2, rmse
-from snapmla.quantization import Quantized
-from snapmla.reference import Rules, attend, emulated_attention, exact_attention
+from snapmla.quantization import Quantized, dequantize
+from snapmla.reference import (
+    ALGORITHM_1,
+    KERNEL_FLOAT32_ADDS,
+    Rules,
+    attend,
+    emulated_attention,
+    exact_attention,
+)
 
 SCALE = 192**-0.5
 
@@ -77,6 +84,61 @@ def test_sharp_attention_does_not_overflow():
     assert torch.isfinite(out).all()
     assert relative_l2(out[0, 0], content[3]) < 0.05
     assert lse.item() == pytest.approx(90.0, abs=0.5)
+
+
+class TestKeptReferences:
+    """Rules.keep_bits: what the kernel does where a block's maximum is no new one."""
+
+    @pytest.mark.parametrize("keep_bits", [0.0, 4.0, 12.0])
+    def test_without_rounding_it_is_exact_attention_too(self, keep_bits):
+        content, rope = latents(333, rope=30.0)
+        content[::7] *= 100
+        q = queries(1, 3, 4)[0]
+        rules = Rules(p_rule="none", keep_bits=keep_bits)
+        out, lse = emulated_attention(*unrounded(q, content, rope), SCALE, rules=rules, dtype=torch.float64)
+        exact, exact_lse = exact_attention(q, content, rope, SCALE)
+        assert relative_l2(out, exact) < 1e-9
+        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=1e-9)
+
+    @pytest.mark.parametrize(
+        ("sharpness", "algorithm_1", "kept"), [(0.3, 0.02, 0.025), (1.0, 0.015, 0.02), (4.0, 0.002, 0.005)]
+    )
+    def test_it_costs_less_than_quantizing_does(self, sharpness, algorithm_1, kept):
+        """Error of P's rounding alone, on the quantized values; quantizing q and k costs 4 to 11%."""
+        content, rope = latents(2000)
+        q = queries(1, 2, 16, sharpness=sharpness)[0]
+        query, key = quantize_query(q[..., :512], q[..., 512:]), quantize_key(content, rope)
+        k = dequantize(key)
+        exact, _ = exact_attention(dequantize(query), k[:, :512], k[:, 512:], SCALE)
+        for rules, limit in ((ALGORITHM_1, algorithm_1), (KERNEL_FLOAT32_ADDS, kept)):
+            out, _ = emulated_attention(query, key, SCALE, rules=rules)
+            assert relative_l2(out, exact) < limit
+
+    @pytest.mark.parametrize("rules", [ALGORITHM_1, KERNEL_FLOAT32_ADDS])
+    def test_a_row_that_loses_weight_from_block_to_block_stays_finite(self, rules):
+        """Each block weighs 2^-30 of the one before: its units may not follow it down."""
+        keys = 64 * 12
+        key = Quantized(torch.full((keys, 512), 3.0), torch.zeros(keys, 64), torch.ones(keys))
+        key.rope[:, 0] = -30.0 * math.log(2) * (torch.arange(keys) // 64)
+        query = Quantized(torch.zeros(1, 1, 512), torch.zeros(1, 1, 64), torch.ones(1, 1))
+        query.rope[..., 0] = 1.0
+        out, lse = emulated_attention(query, key, 1.0, rules=rules)
+        torch.testing.assert_close(out, torch.full_like(out, 3.0), rtol=1e-5, atol=0)
+        assert lse.item() == pytest.approx(math.log(64), abs=1e-5)
+
+    def test_a_sink_before_flat_attention(self):
+        """The first key weighs as much as the 4,095 others together, 12 bits above each: they keep their precision."""
+        keys = 4096
+        content = torch.full((keys, 512), 1.0)
+        content[0] = -1.0
+        rope = torch.zeros(keys, 64)
+        rope[0, 0] = math.log(keys - 1)
+        query = Quantized(torch.zeros(1, 1, 512), torch.zeros(1, 1, 64), torch.ones(1, 1))
+        query.rope[..., 0] = 1.0
+        out, _ = emulated_attention(
+            query, Quantized(content, rope, torch.ones(keys)), 1.0, rules=KERNEL_FLOAT32_ADDS
+        )
+        assert out.abs().max() < 0.02  # of values of 1 and -1 that cancel
 
 
 @pytest.mark.parametrize("length", [1, 2, 64, 1000])
