@@ -79,17 +79,10 @@ def throughput(results: Results, limit: dict) -> Verdict:
 
 def timed_kernels(results: Results) -> tuple[Source, pd.DataFrame]:
     """The kernel benchmark's timed rows: measured by this run, else recorded; ``NotRun`` where there are none."""
-    planned = results.table("kernel_bench", "kernel_bench.csv", BENCH)
-    rows = sources.ran(planned)
-    rows = rows[rows["source"] == "measured"]
-    candidates = [
-        (results.measured("kernel_bench", gpu=str(gpu)), group) for gpu, group in rows.groupby("gpu")
-    ]
-    candidates += results.recorded_tables("kernel_bench.csv", BENCH)
-    for label, table in candidates:
-        table = sources.ran(table)
+    for label, table in results.timed_tables("kernel_bench", "kernel_bench.csv", BENCH):
         if (table["variant"] == "snapmla").any():
             return label, table
+    planned = results.table("kernel_bench", "kernel_bench.csv", BENCH)
     own = planned[planned["variant"] == "snapmla"]
     raise NotRun(sources.reason(own) if len(own) else "no row of the variant snapmla")
 

@@ -35,33 +35,17 @@ RULES = {
     "promoted": ("each key block promoted to float32", BLUE, "o"),
     "float32": ("float32 throughout (floor)", BLACK, "x"),
 }
-
-
 KERNELS = (
-    "variant",
-    "batch",
-    "keys",
-    "value_mean",
-    "value_std",
-    "relative_l2",
-    "source",
-    "status",
-    "reason",
-    "gpu",
-)
+    "variant", "batch", "keys", "value_mean", "value_std", "relative_l2", "source", "status", "reason", "gpu",
+)  # fmt: skip
 
 
 def kernels(results: Results) -> tuple[Source, pd.DataFrame] | None:
     """Errors of real kernels at the largest batch: measured by this run, else recorded, else None."""
-    planned = results.table("accumulation", "kernels.csv", KERNELS)
-    found = sources.ran(planned)
-    if len(found):
-        label = results.measured("accumulation", gpu=str(found["gpu"].iloc[0]))
-    elif recorded := results.recorded_tables("flat_attention.csv", KERNELS):
-        label, found = recorded[0]
-        found = sources.ran(found)
-    else:
+    tables = results.timed_tables("accumulation", "kernels.csv", KERNELS, recorded_as="flat_attention.csv")
+    if not tables:
         return None
+    label, found = tables[0]
     return label, found[found["batch"] == found["batch"].max()]
 
 

@@ -57,20 +57,16 @@ def load(results: Results, default_gpu: str) -> KernelData:
     """Benchmark rows and the roofline of their GPU, or of ``default_gpu`` where nothing was measured."""
     planned = results.table("kernel_bench", "kernel_bench.csv", BENCH)
     roofline = results.table("kernel_bench", "roofline.csv", ROOFLINE)
-    rows = sources.ran(planned)
-    rows, source = rows[rows["source"] == "measured"], None
-    if not rows.empty:
-        source = results.measured("kernel_bench", gpu=str(rows["gpu"].iloc[0]))
-    elif recorded := results.recorded_tables("kernel_bench.csv", BENCH):
-        source, table = recorded[0]
-        rows = sources.ran(table)
-    gpu = normal(rows["gpu"].iloc[0]) if not rows.empty else normal(default_gpu)
+    source, rows = next(
+        iter(results.timed_tables("kernel_bench", "kernel_bench.csv", BENCH)), (None, planned[:0])
+    )
+    gpu = normal(rows["gpu"].iloc[0]) if source else normal(default_gpu)
     names = roofline["gpu"].map(normal)
     if gpu not in set(names):
         raise InputError(
             f"kernel_bench/roofline.csv must have rows of the GPU {gpu}, got {', '.join(sorted(set(names)))}."
         )
-    return KernelData(planned, rows, source if not rows.empty else None, roofline[names == gpu], gpu)
+    return KernelData(planned, rows, source, roofline[names == gpu], gpu)
 
 
 def draw(

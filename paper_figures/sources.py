@@ -129,6 +129,19 @@ class Results:
                 ]
         return []
 
+    def timed_tables(
+        self, experiment: str, filename: str, columns: Iterable[str], recorded_as: str = ""
+    ) -> list[tuple[Source, pd.DataFrame]]:
+        """What a GPU measured, each with its label: the rows of this run first, then those of each recorded GPU
+        (``recorded_as``: the recorded file's name, if another). Tables without a number are left out."""
+        rows = ran(self.table(experiment, filename, columns))
+        rows = rows[rows["source"] == "measured"]
+        tables = [
+            (self.measured(experiment, gpu=str(gpu)), group) for gpu, group in rows.groupby("gpu", sort=False)
+        ]
+        recorded = self.recorded_tables(recorded_as or filename, columns)
+        return tables + [(label, kept) for label, table in recorded if len(kept := ran(table))]
+
     def _recorded_source(self, path: Path) -> Source:
         provenance = self._run_json(path.parent / "run.json").get("provenance", {})
         date = str(provenance.get("date") or "date unknown")[:10]

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import pandas as pd
 import sources
+from fig5 import PAPER_GPU
 from kernel_plots import KEY, ROOFLINE, load
 from sources import Results, Source
 from style import context_name, label_of, save_table
 
 TIMED = ("variant", "heads", "s_q", "batch", "context", "time_us", "source", "status", "reason", "gpu")
-PAPER_GPU = "H20"
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 MISSING = "–"
 
@@ -26,17 +26,23 @@ def microseconds(value: float) -> str:
     return MISSING if pd.isna(value) else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def timed_part(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per shape, a column of µs per variant, and the ratios of ours to the peers."""
-    times = rows.pivot_table(index=["heads", "s_q", "batch", "context"], columns="variant", values="time_us")
-    shown = pd.DataFrame(
+def shapes_of(index: pd.MultiIndex) -> pd.DataFrame:
+    """The columns that name a shape, of an index over ``KEY``."""
+    named = index.to_frame(index=False)
+    return pd.DataFrame(
         {
-            "H": [f"{k[0]:.0f}" for k in times.index],
-            "s_q": [f"{k[1]:.0f}" for k in times.index],
-            "batch": [f"{k[2]:.0f}" for k in times.index],
-            "context": [context_name(int(k[3])) for k in times.index],
+            "H": named["heads"].map("{:.0f}".format),
+            "s_q": named["s_q"].map("{:.0f}".format),
+            "batch": named["batch"].map("{:.0f}".format),
+            "context": named["context"].map(lambda context: context_name(int(context))),
         }
     )
+
+
+def timed_part(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per shape, a column of µs per variant, and the ratios of ours to the peers."""
+    times = rows.pivot_table(index=KEY, columns="variant", values="time_us")
+    shown = shapes_of(times.index)
     order = [variant for variant in rows["variant"].unique() if variant in times]
     for variant in order:
         shown[f"{label_of(variant)}, µs"] = times[variant].map(microseconds).to_numpy()
@@ -52,13 +58,7 @@ def timed_part(rows: pd.DataFrame) -> pd.DataFrame:
 def least_part(roofline: pd.DataFrame) -> pd.DataFrame:
     """One row per shape, a column of least µs per GPU and cache format."""
     wide = roofline.pivot_table(index=KEY, columns=["gpu", "format"], values="time_us")
-    shown = pd.DataFrame(
-        {
-            "H": [f"{k[0]:.0f}" for k in wide.index],
-            "s_q": [f"{k[1]:.0f}" for k in wide.index],
-            "context": [context_name(int(k[3])) for k in wide.index],
-        }
-    )
+    shown = shapes_of(wide.index).drop(columns="batch")
     for gpu in roofline["gpu"].unique():
         for kind, name in (("snapmla", "FP8"), ("bf16", "BF16")):
             shown[f"{gpu} {name}"] = wide[gpu, kind].map(microseconds).to_numpy()
@@ -72,7 +72,8 @@ def build(results: Results) -> None:
     shapes = planned[KEY].drop_duplicates()
     least = roofline.merge(shapes, on=KEY)
     grid = data.rows[data.rows["model"].isna() & data.rows["context"].isin(CONTEXTS)]
-    few = latency(results)
+    few = next((table for _, table in results.timed_tables("kernel_bench", "latency.csv", TIMED)), grid[:0])
+    few = few.drop_duplicates([*KEY, "variant"])
     label = data.source or Source("not run", detail=data.why())
 
     tidy = pd.concat([grid, few])[[*TIMED]] if len(grid) else planned.reindex(columns=[*TIMED])
@@ -86,14 +87,6 @@ def build(results: Results) -> None:
     note = "" if len(grid) else f" Kernel times: {label.long}."
     shown.append((model + note, least_part(least)))
     save_table(results.root, "table_kernels", tidy, shown)
-
-
-def latency(results: Results) -> pd.DataFrame:
-    """Timed rows of latency.csv: measured by this run, else the first recorded ones."""
-    rows = sources.ran(results.table("kernel_bench", "latency.csv", TIMED))
-    if rows.empty and (recorded := results.recorded_tables("latency.csv", TIMED)):
-        rows = sources.ran(recorded[0][1])
-    return rows.drop_duplicates([*KEY, "variant"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

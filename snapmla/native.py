@@ -111,10 +111,15 @@ _SIGNATURES = {
 }
 
 
+def library_path() -> Path:
+    """Where the library is, or would be."""
+    return Path(os.environ.get("SNAPMLA_LIBRARY") or LIBRARY)
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library. Raises RuntimeError where it is not built."""
-    path = Path(os.environ.get("SNAPMLA_LIBRARY") or LIBRARY)
+    path = library_path()
     if not path.is_file():
         raise RuntimeError(
             f"snapmla's CUDA kernels are not built: expected {path.name}, made by `make kernels`, found none."
@@ -157,10 +162,7 @@ def quantize_q(q_content: Tensor, q_rope: Tensor, content: Tensor, rope: Tensor,
 
 def append_kv(content: Tensor, rope: Tensor, slots: Tensor, *planes: Tensor) -> None:
     """Fused-K-Append of content [tokens, 512] and rope [tokens, 64] to their slots."""
-    _check_aligned("content", content)
-    _check_aligned("rope", rope, 4)
-    rows = content.data_ptr(), content.stride(0), rope.data_ptr(), rope.stride(0)
-    _launch("snapmla_append_kv", content, *rows, *_slots(slots), _cache(*planes))
+    _launch("snapmla_append_kv", content, *_tokens(content, rope), *_slots(slots), _cache(*planes))
 
 
 def norm_rope_append_kv(
@@ -172,12 +174,11 @@ def norm_rope_append_kv(
 ) -> None:
     """The same after RMSNorm and rotary embedding; `before`: weight, cos_sin, positions, epsilon, interleaved."""
     weight, cos_sin, positions, epsilon, interleaved = before
-    for name, value, size in (("content", content, 16), ("rope", rope, 4), ("norm_weight", weight, 16)):
-        _check_aligned(name, value, size)
+    rows = _tokens(content, rope)
+    _check_aligned("norm_weight", weight)
     positions = positions.contiguous()
     kinds = cos_sin.dtype == torch.float32, positions.dtype == torch.int32, interleaved, epsilon
     norm_rope = _NormRope(weight.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), *kinds)
-    rows = content.data_ptr(), content.stride(0), rope.data_ptr(), rope.stride(0)
     _launch("snapmla_norm_rope_append_kv", content, *rows, norm_rope, *_slots(slots), _cache(*planes))
 
 
@@ -204,7 +205,7 @@ def mla_decode(
     causal: bool,
     out: Tensor,
     lse: Tensor,
-    schedule: Tensor | None,
+    schedule: Tensor | None = None,
 ) -> None:
     """Schedule (where none is given), decode and combine, into out and lse."""
     batch, s_q, heads, _ = out.shape
@@ -259,6 +260,12 @@ def _launch(name: str, like: Tensor, *arguments: object) -> None:
         error = getattr(library(), name)(*arguments, torch.cuda.current_stream().cuda_stream)
     if error:
         raise RuntimeError(f"{name} failed to launch with CUDA error {error}.")
+
+
+def _tokens(content: Tensor, rope: Tensor) -> tuple[int, int, int, int]:
+    _check_aligned("content", content)
+    _check_aligned("rope", rope, 4)
+    return content.data_ptr(), content.stride(0), rope.data_ptr(), rope.stride(0)
 
 
 def _slots(slots: Tensor) -> tuple[int, bool, int]:

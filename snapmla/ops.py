@@ -81,27 +81,10 @@ def append_kv(
     _append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
 
 
-@append_kv.register_fake
-def _(
-    content: Tensor,
-    rope: Tensor,
-    slot_mapping: Tensor,
-    content_cache: Tensor,
-    rope_cache: Tensor,
-    scale_cache: Tensor,
-) -> None:
-    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
-
-
 @custom_op("snapmla::append_kv_buffer", mutates_args=("buffer",), device_types="cpu")
 def append_kv_buffer(content: Tensor, rope: Tensor, slot_mapping: Tensor, buffer: Tensor) -> None:
     """`append_kv` for a cache in one buffer, uint8 [pages, 41216]."""
     _append(content, rope, slot_mapping, *split_planes(buffer))
-
-
-@append_kv_buffer.register_fake
-def _(content: Tensor, rope: Tensor, slot_mapping: Tensor, buffer: Tensor) -> None:
-    _check_append(content, rope, slot_mapping, *split_planes(buffer))
 
 
 def split_planes(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,29 +146,11 @@ def norm_rope_append_kv(
 ) -> None:
     """`append_kv` of tokens that have had neither RMSNorm (norm_weight [512], BF16) nor rotary embedding (cos_sin
     [.., 64], positions [tokens]); `snapmla.norm_rope` has the roundings."""
-    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
-    check_norm_rope(content, norm_weight, cos_sin, positions)
+    before = norm_weight, cos_sin, positions, epsilon, interleaved
+    _check_norm_rope_append(content, rope, slot_mapping, *before, content_cache, rope_cache, scale_cache)
     turns = cos_sin[positions.long().where(slot_mapping >= 0, 0)]  # a skipped token's position is not read
     content, rope = rms_norm(content, norm_weight, epsilon), rotate(rope, turns, interleaved)
     _append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
-
-
-@norm_rope_append_kv.register_fake
-def _(
-    content: Tensor,
-    rope: Tensor,
-    slot_mapping: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    epsilon: float,
-    interleaved: bool,
-    content_cache: Tensor,
-    rope_cache: Tensor,
-    scale_cache: Tensor,
-) -> None:
-    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
-    check_norm_rope(content, norm_weight, cos_sin, positions)
 
 
 @custom_op("snapmla::norm_rope_append_kv_buffer", mutates_args=("buffer",), device_types="cpu")
@@ -203,22 +168,6 @@ def norm_rope_append_kv_buffer(
     """`norm_rope_append_kv` for a cache in one buffer, uint8 [pages, 41216]."""
     before = norm_weight, cos_sin, positions, epsilon, interleaved
     norm_rope_append_kv(content, rope, slot_mapping, *before, *split_planes(buffer))
-
-
-@norm_rope_append_kv_buffer.register_fake
-def _(
-    content: Tensor,
-    rope: Tensor,
-    slot_mapping: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    epsilon: float,
-    interleaved: bool,
-    buffer: Tensor,
-) -> None:
-    _check_append(content, rope, slot_mapping, *split_planes(buffer))
-    check_norm_rope(content, norm_weight, cos_sin, positions)
 
 
 @custom_op("snapmla::fetch_kv", mutates_args=(), device_types="cpu")
@@ -284,8 +233,9 @@ def mla_decode(
 
     One emulated attention per sequence, on the tokens that its pages hold and no others, cut where the schedule says.
     """
-    check_cache(content_cache, rope_cache, scale_cache)
-    check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse, schedule)
+    query, planes = (q_nope, q_rope, q_scale), (content_cache, rope_cache, scale_cache)
+    paging = block_table, cache_seqlens
+    _check_mla_decode(*query, *planes, *paging, softmax_scale, causal, out, lse, schedule)
     pages, capacity = content_cache.shape[0], block_table.shape[1] * PAGE_SIZE
     for i, length in enumerate(cache_seqlens.tolist()):
         if not 0 <= length <= capacity:
@@ -295,16 +245,40 @@ def mla_decode(
         used = block_table[i, : -(-length // PAGE_SIZE)].long()
         if length and not 0 <= int(used.min()) <= int(used.max()) < pages:
             raise ValueError(f"block_table[{i}] must hold pages from 0 to {pages - 1}, got {used.tolist()}.")
-        key = stored_tokens((content_cache, rope_cache, scale_cache), used, length)
-        query = Quantized(q_nope[i], q_rope[i], q_scale[i])
+        key = stored_tokens(planes, used, length)
         cuts = [] if schedule is None else cuts_of(schedule, i, length)
-        out_i, lse_i = emulated_sequence(query, key, softmax_scale, causal, cuts)
+        out_i, lse_i = emulated_sequence(Quantized(*(x[i] for x in query)), key, softmax_scale, causal, cuts)
         out[i] = out_i.bfloat16()
         lse[i] = lse_i.T
 
 
-@mla_decode.register_fake
-def _(
+def _check_append(content: Tensor, rope: Tensor, slot_mapping: Tensor, *cache: Tensor) -> None:
+    check_tensor("content", content, shape=["tokens", KV_LORA_RANK], dtype=torch.bfloat16)
+    check_tensor("rope", rope, shape=[content.shape[0], QK_ROPE_HEAD_DIM], dtype=torch.bfloat16, like=content)
+    check_slots("slot_mapping", slot_mapping, content)
+    if slot_mapping.shape[0] != content.shape[0]:
+        raise ValueError(
+            f"slot_mapping must have {content.shape[0]} entries, one per token, got {slot_mapping.shape[0]}."
+        )
+    check_cache(*cache)
+
+
+def _check_norm_rope_append(
+    content: Tensor,
+    rope: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    epsilon: float,
+    interleaved: bool,
+    *cache: Tensor,
+) -> None:
+    _check_append(content, rope, slot_mapping, *cache)
+    check_norm_rope(content, norm_weight, cos_sin, positions)
+
+
+def _check_mla_decode(
     q_nope: Tensor,
     q_rope: Tensor,
     q_scale: Tensor,
@@ -323,15 +297,21 @@ def _(
     check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse, schedule)
 
 
-def _check_append(content: Tensor, rope: Tensor, slot_mapping: Tensor, *cache: Tensor) -> None:
-    check_tensor("content", content, shape=["tokens", KV_LORA_RANK], dtype=torch.bfloat16)
-    check_tensor("rope", rope, shape=[content.shape[0], QK_ROPE_HEAD_DIM], dtype=torch.bfloat16, like=content)
-    check_slots("slot_mapping", slot_mapping, content)
-    if slot_mapping.shape[0] != content.shape[0]:
-        raise ValueError(
-            f"slot_mapping must have {content.shape[0]} entries, one per token, got {slot_mapping.shape[0]}."
-        )
-    check_cache(*cache)
+# An operator that only writes into its arguments returns nothing: its fake implementation is its checks.
+append_kv.register_fake(_check_append)
+norm_rope_append_kv.register_fake(_check_norm_rope_append)
+mla_decode.register_fake(_check_mla_decode)
+
+
+@append_kv_buffer.register_fake
+def _(content: Tensor, rope: Tensor, slot_mapping: Tensor, buffer: Tensor) -> None:
+    _check_append(content, rope, slot_mapping, *split_planes(buffer))
+
+
+@norm_rope_append_kv_buffer.register_fake
+def _(*arguments: object) -> None:
+    *given, buffer = arguments
+    _check_norm_rope_append(*given, *split_planes(buffer))
 
 
 def _check_slot_range(name: str, slots: Tensor, content_cache: Tensor) -> None:
@@ -351,59 +331,27 @@ def _(q_content: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @append_kv.register_kernel("cuda")
-def _(
-    content: Tensor,
-    rope: Tensor,
-    slot_mapping: Tensor,
-    content_cache: Tensor,
-    rope_cache: Tensor,
-    scale_cache: Tensor,
-) -> None:
-    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
-    native.append_kv(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
-
-
-@append_kv_buffer.register_kernel("cuda")
-def _(content: Tensor, rope: Tensor, slot_mapping: Tensor, buffer: Tensor) -> None:
-    planes = split_planes(buffer)
+def _append_on_gpu(content: Tensor, rope: Tensor, slot_mapping: Tensor, *planes: Tensor) -> None:
     _check_append(content, rope, slot_mapping, *planes)
     native.append_kv(content, rope, slot_mapping, *planes)
 
 
+@append_kv_buffer.register_kernel("cuda")
+def _(content: Tensor, rope: Tensor, slot_mapping: Tensor, buffer: Tensor) -> None:
+    _append_on_gpu(content, rope, slot_mapping, *split_planes(buffer))
+
+
 @norm_rope_append_kv.register_kernel("cuda")
-def _(
-    content: Tensor,
-    rope: Tensor,
-    slot_mapping: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    epsilon: float,
-    interleaved: bool,
-    content_cache: Tensor,
-    rope_cache: Tensor,
-    scale_cache: Tensor,
-) -> None:
-    _check_append(content, rope, slot_mapping, content_cache, rope_cache, scale_cache)
-    check_norm_rope(content, norm_weight, cos_sin, positions)
-    before = norm_weight, cos_sin, positions, epsilon, interleaved
-    native.norm_rope_append_kv(content, rope, slot_mapping, before, content_cache, rope_cache, scale_cache)
+def _norm_rope_append_on_gpu(*arguments: object) -> None:
+    _check_norm_rope_append(*arguments)
+    tokens, before, planes = arguments[:3], arguments[3:-3], arguments[-3:]
+    native.norm_rope_append_kv(*tokens, before, *planes)
 
 
 @norm_rope_append_kv_buffer.register_kernel("cuda")
-def _(
-    content: Tensor,
-    rope: Tensor,
-    slot_mapping: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    epsilon: float,
-    interleaved: bool,
-    buffer: Tensor,
-) -> None:
-    before = norm_weight, cos_sin, positions, epsilon, interleaved
-    norm_rope_append_kv(content, rope, slot_mapping, *before, *split_planes(buffer))
+def _(*arguments: object) -> None:
+    *given, buffer = arguments
+    _norm_rope_append_on_gpu(*given, *split_planes(buffer))
 
 
 @fetch_kv.register_kernel("cuda")
@@ -422,23 +370,7 @@ def _(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
 
 
 @mla_decode.register_kernel("cuda")
-def _(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    q_scale: Tensor,
-    content_cache: Tensor,
-    rope_cache: Tensor,
-    scale_cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Tensor | None = None,
-) -> None:
-    check_cache(content_cache, rope_cache, scale_cache)
-    check_decode(q_nope, q_rope, q_scale, block_table, cache_seqlens, out, lse, schedule)
-    query = Quantized(q_nope, q_rope, q_scale)
-    planes = content_cache, rope_cache, scale_cache
-    native.mla_decode(query, planes, block_table, cache_seqlens, softmax_scale, causal, out, lse, schedule)
+def _decode_on_gpu(*arguments: object) -> None:
+    _check_mla_decode(*arguments)
+    query, planes, rest = Quantized(*arguments[:3]), arguments[3:6], arguments[6:]
+    native.mla_decode(query, planes, *rest)

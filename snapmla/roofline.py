@@ -101,10 +101,14 @@ def decode_bytes(heads: int, s_q: int, batch: int, context: int, cache_format: s
     For snapmla q is the quantized query: per head the same three parts as a cached token. The block table (4
     bytes for 64 tokens) and partial results of split sequences are not counted.
     """
-    cache = batch * context * cache_bytes_per_token(cache_format)
-    q_bytes = 2 * QK_HEAD_DIM if cache_format == "bf16" else cache_bytes_per_token(cache_format)
-    rows = batch * s_q * heads
-    return cache + rows * (q_bytes + OUT_BYTES + LSE_BYTES)
+    token_bytes = cache_bytes_per_token(cache_format)
+    q_bytes = 2 * QK_HEAD_DIM if cache_format == "bf16" else token_bytes
+    return traffic(heads, s_q, batch, context, token_bytes, q_bytes)
+
+
+def traffic(heads: int, s_q: int, batch: int, context: int, token_bytes: int, q_bytes: int) -> int:
+    """Bytes of a decode call whose cache takes `token_bytes` a token and whose queries `q_bytes` a head."""
+    return batch * context * token_bytes + batch * s_q * heads * (q_bytes + OUT_BYTES + LSE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -122,3 +122,24 @@ def test_shapes_without_a_gpu():
     assert out.shape == (5, 2, 20, 512) and out.dtype == torch.bfloat16
     assert lse.shape == (5, 20, 2) and lse.dtype == torch.float32
     assert rows.shape == (11, 576) and rows.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "on_gpu"),
+    [
+        ("append_kv", ops._append_on_gpu),
+        ("norm_rope_append_kv", ops._norm_rope_append_on_gpu),
+        ("mla_decode", ops._decode_on_gpu),
+    ],
+)
+def test_what_the_kernels_are_given(monkeypatch, name, on_gpu):
+    """The CUDA implementations check their arguments and hand every one on, in order; seen with CPU tensors."""
+    given = []
+    monkeypatch.setattr(ops.native, name, lambda *arguments: given.extend(arguments))
+    _, arguments = CALLS[name]()
+    on_gpu(*arguments)
+    flat = [x for a in given for x in (a if isinstance(a, tuple) else [a])]
+    assert all(a is b for a, b in zip(flat, arguments, strict=True))
+    broken = [arguments[0].float(), *arguments[1:]]
+    with pytest.raises(TypeError, match="must be (bfloat16|float8_e4m3fn), got float32"):
+        on_gpu(*broken)

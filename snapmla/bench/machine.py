@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Self
 
+import torch
+
 FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "clocks_event_reasons.active")
-IDLE, POWER_CAP = 0x1, 0x4
-"""Bits of `clocks_event_reasons.active`; the others mean heat, hardware or a neighbour's limit."""
 REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -20,6 +20,14 @@ REASONS = {
     0x40: "hardware heat",
     0x80: "hardware power brake",
 }
+"""Bits of `clocks_event_reasons.active` that mean a lower clock."""
+
+
+def hopper_gpu() -> str | None:
+    """Name of the current CUDA device if it is a Hopper GPU (compute capability 9.0)."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    return torch.cuda.get_device_name()
 
 
 @dataclass

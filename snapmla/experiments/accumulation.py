@@ -21,6 +21,8 @@ import torch
 from omegaconf import MISSING
 from torch import Tensor
 
+from snapmla.bench.machine import hopper_gpu
+from snapmla.bench.variants import why_not
 from snapmla.cache import LatentCache
 from snapmla.decode import merge_partials, mla_decode
 from snapmla.experiments._app import BaseConfig, Run, application
@@ -106,18 +108,12 @@ def kernel_error(variant: str, content: Tensor, batch: int, heads: int) -> float
     return relative_l2(out, exact.expand(out.shape))
 
 
-def why_not(variant: str) -> str | None:
-    """Why a kernel cannot run here, in one sentence, or None."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return "This machine has no Hopper GPU (compute capability 9.0)."
-    return None if variant == "snapmla" else flashmla.why_not(variant)
-
-
 def kernel_rows(cfg: AccumulationConfig) -> list[dict]:
     """The rows of kernels.csv: every kernel, distribution, batch and context."""
     rows, calls = [], cfg.kernels
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    reasons = {variant: why_not(variant) for variant in calls.variants}
+    hopper = hopper_gpu()
+    reasons = {variant: why_not(variant, hopper) for variant in calls.variants}
     for values in cfg.values:
         if None in reasons.values():
             generator = torch.Generator().manual_seed(cfg.seed)

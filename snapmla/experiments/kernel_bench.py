@@ -13,12 +13,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 from omegaconf import MISSING
@@ -26,23 +24,23 @@ from omegaconf import MISSING
 from snapmla import native, provenance
 from snapmla.bench.ceilings import measure_ceilings
 from snapmla.bench.inputs import Pool
-from snapmla.bench.machine import Monitor, other_processes
+from snapmla.bench.machine import Monitor, hopper_gpu, other_processes
 from snapmla.bench.timing import Clock, CudaClock, Timing, calls_in_a_window, measure_together
 from snapmla.bench.variants import Workload, decode_calls, step_calls, why_not
 from snapmla.experiments._app import BaseConfig, Run, application
 from snapmla.experiments.throughput import EngineConfig
-from snapmla.layout import KV_LORA_RANK, QK_HEAD_DIM
+from snapmla.layout import QK_HEAD_DIM
 from snapmla.memory import CACHE_BYTES_PER_TOKEN, DoesNotFit, largest_batch
 from snapmla.models import ParallelLayout, get_model
 from snapmla.roofline import (
     GPUS,
-    LSE_BYTES,
     decode_bytes,
     decode_flops,
     decode_roofline,
     effective_peak,
     get_gpu,
     peak_tflops,
+    traffic,
 )
 
 COLUMNS = (
@@ -148,19 +146,11 @@ def grid_shapes(grid: GridConfig) -> list[Shape]:
     return [Shape(h, 1, b, n) for h, b, n in itertools.product(grid.heads, grid.batches, grid.contexts)]
 
 
-def hopper_gpu() -> str | None:
-    """Name of the current CUDA device if it is a Hopper GPU (compute capability 9.0)."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return None
-    return torch.cuda.get_device_name()
-
-
 def least_time(variant: str, w: Workload, read_tbs: float, bf16: float, fp8: float) -> tuple[int, int, float]:
     """Operations, bytes and least µs of a variant's call at these rates (TB/s, TFLOPS)."""
     flops = decode_flops(w.heads, w.s_q, w.batch, w.context)
     if variant == "flashmla_fp8":  # e4m3 throughout
-        rows = w.batch * w.s_q * w.heads
-        moved = w.batch * w.context * QK_HEAD_DIM + rows * (QK_HEAD_DIM + 2 * KV_LORA_RANK + LSE_BYTES)
+        moved = traffic(w.heads, w.s_q, w.batch, w.context, token_bytes=QK_HEAD_DIM, q_bytes=QK_HEAD_DIM)
         peak = fp8
     else:
         kind = "snapmla" if variant == "snapmla" else "bf16"
@@ -265,7 +255,7 @@ def start_bench(cfg: KernelBenchConfig, gpu: str, monitor: Monitor, run: Run) ->
 
 def library_hash() -> str | None:
     """The first 16 digits of the kernels' library's sha256."""
-    path = Path(os.environ.get("SNAPMLA_LIBRARY") or native.LIBRARY)
+    path = native.library_path()
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
 
 
