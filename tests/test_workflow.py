@@ -182,6 +182,11 @@ def test_a_failing_experiment_fails_the_workflow(made: Path, tmp_path: Path) -> 
     assert not (tmp_path / "accumulation").exists() or not list((tmp_path / "accumulation").iterdir())
 
 
+def test_every_item_has_a_caption_in_the_report() -> None:
+    captions = {path.stem for path in (toy_project.REPOSITORY / "workflow" / "report").glob("*.rst")}
+    assert captions == {*FIGURES, *TABLES, "claims", "workflow"}
+
+
 def test_report(made: Path, tmp_path: Path) -> None:
     done = snakemake(made, *MADE, "--report", str(tmp_path / "report.html"))
     assert done.returncode == 0, done.stdout
