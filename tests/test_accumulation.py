@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from snapmla.bench.variants import Variant
 from snapmla.experiments import accumulation
 from snapmla.experiments.accumulation import kernel_error
 from snapmla.metrics import relative_l2
@@ -97,14 +98,17 @@ def test_the_error_of_a_kernel_is_measured_as_the_models(keys):
     content = to_e4m3(torch.randn(keys, 512, generator=torch.Generator().manual_seed(0)) * 16 + 120)
     exact = content.double().mean(0)
     rounding = relative_l2(exact.bfloat16(), exact)
-    assert kernel_error("snapmla", content, batch=2, heads=1) == pytest.approx(rounding, rel=0.1)
+    assert kernel_error(Variant("snapmla", "snapmla"), content, batch=2, heads=1) == pytest.approx(
+        rounding, rel=0.1
+    )
 
 
 def test_kernels_that_cannot_run_have_rows_that_say_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    kernels = accumulation.KernelsConfig(variants=["snapmla", "flashmla_fp8"], batches=[1, 128], heads=16)
+    kernels = accumulation.KernelsConfig(batches=[1, 128], heads=16)
+    variant = {"snapmla": Variant("snapmla", "snapmla"), "flashmla_fp8": Variant("flashmla", "fp8")}
     values = [accumulation.ValuesConfig(mean=1.0, std=2.0)]
-    cfg = accumulation.AccumulationConfig(keys=[64, 128], values=values, kernels=kernels)
+    cfg = accumulation.AccumulationConfig(keys=[64, 128], values=values, kernels=kernels, variant=variant)
     rows = accumulation.kernel_rows(cfg)
     assert len(rows) == 8 and {row["status"] for row in rows} == {"not run"}
     assert all(row["relative_l2"] is None and "no Hopper GPU" in row["reason"] for row in rows)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from snapmla import record
 from snapmla.bench import machine
 from snapmla.bench.inputs import Pool, check_random
 from snapmla.bench.timing import CudaClock, calls_in_a_window, measure, measure_together
-from snapmla.bench.variants import VARIANTS, Workload, decode_calls, step_calls, why_not
+from snapmla.bench.variants import NO_GPU, Variant, Workload, check, decode_calls, step_calls, why_not
 from snapmla.experiments import kernel_bench
+
+CONF = Path(__file__).parents[1] / "conf" / "variant"
+VARIANTS = {
+    name: Variant(**fields)
+    for path in sorted(CONF.glob("*.yaml"))
+    for name, fields in OmegaConf.load(path).items()
+}
 
 
 class FakeClock:
@@ -82,6 +92,14 @@ def test_variants_take_turns():
     assert both["b"].time_us - both["a"].time_us == pytest.approx(101.0) and both["a"].windows == 9
 
 
+def test_rests_lie_outside_the_windows(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr("time.sleep", lambda seconds: clock.events.append(seconds))
+    assert measure(clock, [clock.work(10.0)], seconds=0, rest=0.05).time_us == 10.0
+    window = ["flush", "start", "call", "end"]
+    assert clock.events == window + [0.05, *window] * 9
+
+
 @pytest.mark.parametrize(("seconds", "windows"), [(0.0, 9), (0.01, 10), (1.0, 200)])
 def test_the_number_of_windows_follows_the_time(seconds, windows):
     clock = FakeClock()
@@ -132,25 +150,35 @@ def test_a_line_of_nvidia_smi():
     assert set(monitor.between(3.0, 4.0).values()) == {None}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_what_cannot_run_says_why(variant):
-    assert why_not(variant, None) == "This machine has no Hopper GPU (compute capability 9.0)."
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_cannot_run_says_why(name):
+    variant = VARIANTS[name]
+    check(name, variant)
+    assert why_not(variant, None) == NO_GPU
     reason = why_not(variant, "NVIDIA H200", Workload(16, 2, 32, 1024))
-    assert reason is None if variant == "snapmla" else reason is None or reason.endswith(".")
-    with pytest.raises(ValueError, match="variants must be among snapmla"):
-        why_not("flashmla", None)
+    assert reason is None if name == "snapmla" else reason is None or reason.endswith(".")
+
+
+def test_unknown_kernels_and_caches_are_refused():
+    with pytest.raises(ValueError, match="variant.x.kernel must be among snapmla, .*, got 'flash'"):
+        check("x", Variant("flash", "bf16"))
+    with pytest.raises(ValueError, match="variant.x.cache must be bf16 or fp8 for flashmla, got 'snapmla'"):
+        check("x", Variant("flashmla", "snapmla"))
 
 
 def test_least_times():
     """64 heads at 64k, batch 32, at an H200's measured ceilings: bound by memory, 0.302 ms."""
     workload = Workload(64, 1, 32, 65536)
-    flops, moved, us = kernel_bench.least_time("snapmla", workload, 4.47, 805, 1490)
+    ours = VARIANTS["snapmla"]
+    flops, moved, us = kernel_bench.least_time(ours, workload, 4.47, 805, 1490)
     assert flops == 2176 * 64 * 32 * 65536 and moved == pytest.approx(32 * 65536 * 644, rel=0.01)
     assert us == pytest.approx(302, rel=0.01)
-    us = kernel_bench.least_time("snapmla", Workload(128, 1, 32, 65536), 4.47, 805, 1490)[2]
+    us = kernel_bench.least_time(ours, Workload(128, 1, 32, 65536), 4.47, 805, 1490)[2]
     assert us == pytest.approx(584e9 / 1417e12 * 1e6, rel=0.02)  # bound by the mix of rates
-    assert kernel_bench.least_time("flashmla_bf16", workload, 4.47, 805, 1490)[1] > 1.7 * moved
-    assert kernel_bench.least_time("flashmla_fp8", workload, 4.47, 805, 1490)[1] < 0.91 * moved
+    theirs = {name: kernel_bench.least_time(v, workload, 4.47, 805, 1490) for name, v in VARIANTS.items()}
+    assert theirs["flashmla_bf16"] == theirs["flashinfer_bf16"] == theirs["torch_sdpa"]
+    assert theirs["flashmla_bf16"][1] > 1.7 * moved and theirs["flashmla_fp8"][1] < 0.91 * moved
+    assert theirs["flashinfer_fp8kv"][2] == pytest.approx(flops / 805e6)  # computes in BF16
 
 
 def measured_results(folder, gpu="NVIDIA H200", status="ok"):
@@ -202,7 +230,9 @@ def test_recorded_folders_are_named_for_the_gpu(gpu, name):
 class TestOnAGpu:
     """The same harness for real."""
 
-    def time(self, workload: Workload, pool: Pool, clock: CudaClock, variant: str = "snapmla") -> float:
+    def time(
+        self, workload: Workload, pool: Pool, clock: CudaClock, variant: Variant = VARIANTS["snapmla"]
+    ) -> float:
         tables = [pool.block_table(workload.batch, workload.context, seed) for seed in range(4)]
         return measure(clock, decode_calls(variant, pool, workload, tables), seconds=0.05).time_us
 
@@ -224,7 +254,7 @@ class TestOnAGpu:
 
     def test_every_variant_that_is_there_is_timed(self):
         pool, clock, workload = Pool(2048), CudaClock(), Workload(16, 1, 4, 2048)
-        for variant in VARIANTS:
+        for variant in VARIANTS.values():
             if why_not(variant, "here", workload) is None:
                 assert self.time(workload, pool, clock, variant) > 5
         tables = [pool.block_table(4, 2048, 0)]

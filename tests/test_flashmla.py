@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import types
 
-import pytest
 import torch
 
 from snapmla.integrations import flashmla
+from snapmla.quantization import E4M3
 
 Q = torch.zeros(2, 1, 16, 576)
-ARGUMENTS = torch.zeros(4, 64, 1, 576), torch.zeros(2, 2, dtype=torch.int32), torch.tensor([64, 100]), 0.1
+CACHE = torch.zeros(4, 64, 1, 576)
+ARGUMENTS = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([64, 100]), 0.1
 
 
 class SchedMeta:
@@ -62,29 +63,27 @@ def install(monkeypatch, interface, **attributes) -> None:
 
 def test_an_old_build_from_source(monkeypatch):
     install(monkeypatch, before_2026())
-    assert flashmla.why_not("flashmla_bf16") is None
-    assert "no FP8 kernel" in flashmla.why_not("flashmla_fp8")
-    assert flashmla.prepare("flashmla_bf16", Q, *ARGUMENTS)() == (("metadata", 16), "splits", 0.1, True)
+    assert flashmla.why_not("bf16") is None
+    assert "no FP8 kernel" in flashmla.why_not("fp8")
+    assert flashmla.prepare(Q, CACHE, *ARGUMENTS)() == (("metadata", 16), "splits", 0.1, True)
 
 
 def test_a_newer_build_from_source(monkeypatch):
     install(monkeypatch, upstream())
-    metadata, splits, *rest = flashmla.prepare("flashmla_bf16", Q, *ARGUMENTS, causal=False)()
+    metadata, splits, *rest = flashmla.prepare(Q, CACHE, *ARGUMENTS, causal=False)()
     assert isinstance(metadata, SchedMeta) and splits is None and rest == [0.1, False]
 
 
 def test_the_package_of_sgl(monkeypatch):
     install(monkeypatch, sgl(), has_legacy=lambda: True)
-    assert flashmla.why_not("flashmla_bf16") is None and flashmla.why_not("flashmla_fp8") is None
-    assert flashmla.prepare("flashmla_bf16", Q, *ARGUMENTS)()[0].tile_scheduler_metadata is None
-    metadata = flashmla.prepare("flashmla_fp8", Q, *ARGUMENTS)()[0]
+    assert flashmla.why_not("bf16") is None and flashmla.why_not("fp8") is None
+    assert flashmla.prepare(Q, CACHE, *ARGUMENTS)()[0].tile_scheduler_metadata is None
+    metadata = flashmla.prepare(Q.to(E4M3), CACHE.to(E4M3), *ARGUMENTS)()[0]
     assert metadata.tile_scheduler_metadata == ("fp8 metadata", 16) and metadata.num_splits == "fp8 splits"
 
 
 def test_what_is_missing_is_said_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_mla", None)
-    assert flashmla.why_not("flashmla_bf16") == "FlashMLA is not installed (ModuleNotFoundError)."
+    assert flashmla.why_not("bf16") == "FlashMLA is not installed (ModuleNotFoundError)."
     install(monkeypatch, sgl(), has_legacy=lambda: False)
-    assert flashmla.why_not("flashmla_fp8") == "The installed FlashMLA has no Hopper kernels."
-    with pytest.raises(ValueError, match="variant must be one of flashmla_bf16, flashmla_fp8, got 'x'"):
-        flashmla.why_not("x")
+    assert flashmla.why_not("fp8") == "The installed FlashMLA has no Hopper kernels."

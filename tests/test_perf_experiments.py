@@ -121,8 +121,8 @@ def test_fig6_grid():
 def test_nothing_is_shown_as_measured_without_a_timing(gpu):
     cfg = compose("kernel_bench")
     shapes = kernel_bench.fig6_shapes(cfg.fig6)
-    rows = list(kernel_bench.bench_table(cfg.variants, shapes, gpu))
-    assert len(rows) == len(cfg.variants) * len(shapes)
+    rows = list(kernel_bench.bench_table(cfg.variant, shapes, gpu))
+    assert len(rows) == len(cfg.variant) * len(shapes)
     numbers = ("time_us", "tflops", "gbps", "ideal_us", "share_of_ideal")
     for row in rows:
         assert tuple(row) == kernel_bench.COLUMNS
@@ -133,7 +133,7 @@ def test_nothing_is_shown_as_measured_without_a_timing(gpu):
 def test_a_workload_that_does_not_fit_has_a_row_and_no_roofline():
     cfg = compose("kernel_bench", "engine.gpu=H100", "fig5.models=[DeepSeek-V3.1]", "fig5.layouts=[DP8/TP1]")
     shapes = kernel_bench.fig5_shapes(cfg.fig5, cfg.engine)
-    rows = list(kernel_bench.bench_table(cfg.variants, shapes, None))
+    rows = list(kernel_bench.bench_table(cfg.variant, shapes, None))
     assert all(row["batch"] is None and "must fit" in row["reason"] for row in rows)
     assert kernel_bench.roofline_table(cfg, shapes) == []
 
@@ -156,7 +156,7 @@ def test_measured_rows_have_every_column(monkeypatch):
     monkeypatch.setattr(kernel_bench, "decode_calls", lambda variant, pool, w, tables: tables)
     monkeypatch.setattr(kernel_bench, "step_calls", lambda pool, w, tables: tables)
     monkeypatch.setattr(
-        kernel_bench, "why_not", lambda v, gpu, w=None: "Not there." if v == "torch_sdpa" else None
+        kernel_bench, "why_not", lambda v, gpu, w=None: "Not there." if v.kernel == "torch_sdpa" else None
     )
     ceilings = {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1400.0}
     made_by = {"shared_gpu": False, "driver": "1", "cuda": "13.0", "commit": "abc", "library": "def"}
@@ -166,7 +166,10 @@ def test_measured_rows_have_every_column(monkeypatch):
     rows = {
         r["variant"]: r
         for r in kernel_bench.bench_table(
-            ["snapmla", "flashmla_fp8", "torch_sdpa"], [shape], "NVIDIA H200", bench
+            compose("kernel_bench", "variant=[snapmla,flashmla_fp8,torch_sdpa]").variant,
+            [shape],
+            "NVIDIA H200",
+            bench,
         )
     }
     ours, fp8, floor = rows["snapmla"], rows["flashmla_fp8"], rows["torch_sdpa"]
@@ -182,10 +185,10 @@ def test_measured_rows_have_every_column(monkeypatch):
 
 def test_unknown_variant():
     done = subprocess.run(
-        [sys.executable, "-m", "snapmla.experiments.kernel_bench", "variants=[flashmla]"],
+        [sys.executable, "-m", "snapmla.experiments.kernel_bench", "variant.snapmla.kernel=flash"],
         env={**os.environ, "WANDB_MODE": "disabled"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode and "variants must be among snapmla, flashmla_bf16, " in done.stderr
+    assert done.returncode and "variant.snapmla.kernel must be among snapmla, flashmla, " in done.stderr
 
 
 def test_kernel_bench_writes_its_files(tmp_path):

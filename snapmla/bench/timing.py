@@ -8,6 +8,7 @@ calls: what a decode step pays that runs one such call after another.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,13 +74,20 @@ class Timing:
     windows: int
 
 
-def measure(clock: Clock, calls: Sequence[Call], *, seconds: float, least: int = 9) -> Timing:
+def measure(
+    clock: Clock, calls: Sequence[Call], *, seconds: float, least: int = 9, rest: float = 0.0
+) -> Timing:
     """Time calls that do the same work on inputs of their own; see `measure_together`."""
-    return measure_together(clock, {"": calls}, seconds=seconds, least=least)[""]
+    return measure_together(clock, {"": calls}, seconds=seconds, least=least, rest=rest)[""]
 
 
 def measure_together(
-    clock: Clock, variants: Mapping[str, Sequence[Call]], *, seconds: float, least: int = 9
+    clock: Clock,
+    variants: Mapping[str, Sequence[Call]],
+    *,
+    seconds: float,
+    least: int = 9,
+    rest: float = 0.0,
 ) -> dict[str, Timing]:
     """Time several variants in turns, a window each, so that all meet the same clocks and temperature: a GPU at its power
     limit slows down while it is measured.
@@ -87,6 +95,7 @@ def measure_together(
     Args:
         variants: calls that make one window of each.
         seconds: about how long to measure each variant; at least `least` windows are taken.
+        rest: seconds of idleness before each window, in which the GPU cools down.
     """
     runs = {name: clock.capture(calls) for name, calls in variants.items()}
     first = 0.0  # a round warms up, and says how many fit
@@ -97,6 +106,7 @@ def measure_together(
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(count):
         for name, run in runs.items():
+            time.sleep(rest)
             clock.flush()
             times[name].append(clock.window_us(run) / len(variants[name]))
     return {name: _timing(values) for name, values in times.items()}

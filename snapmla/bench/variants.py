@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from snapmla.bench.inputs import Pool
 from snapmla.bench.timing import Call
 from snapmla.decode import decode_schedule, mla_decode_quantized, quantize_q
-from snapmla.integrations import flashmla
+from snapmla.integrations import flashinfer, flashmla
 from snapmla.layout import KV_LORA_RANK, QK_HEAD_DIM
 from snapmla.quantization import to_e4m3
 
@@ -20,7 +19,29 @@ SOFTMAX_SCALE = 192**-0.5
 SDPA_BYTES = 1 << 30
 """torch's attention writes its float32 logits out: shapes beyond this are left out."""
 
-VARIANTS = ("snapmla", "flashmla_bf16", "flashmla_fp8", "flashinfer_bf16", "flashinfer_fp8kv", "torch_sdpa")
+NO_GPU = "This machine has no Hopper GPU (compute capability 9.0)."
+KERNELS = {
+    "snapmla": ("snapmla",),
+    "flashmla": ("bf16", "fp8"),
+    "flashinfer": ("bf16", "fp8"),
+    "torch_sdpa": ("bf16",),
+}
+"""Kernels, and the formats of the cache (`Pool.format`) that each reads."""
+
+
+@dataclass
+class Variant:
+    """A kernel and the cache that it reads: one file of conf/variant/."""
+
+    kernel: str
+    cache: str
+    backend: str = "auto"
+    """Of FlashInfer, which has several implementations for Hopper: fa2, fa3; auto is its own choice."""
+
+    @property
+    def arithmetic(self) -> str:
+        """Of its products: bf16, fp8, or mixed (Eq 7: content in FP8, RoPE part in BF16)."""
+        return {"snapmla": "mixed", "flashmla": self.cache}.get(self.kernel, "bf16")
 
 
 @dataclass(frozen=True)
@@ -33,18 +54,25 @@ class Workload:
     context: int
 
 
-def why_not(variant: str, gpu: str | None, workload: Workload | None = None) -> str | None:
+def check(name: str, variant: Variant) -> None:
+    """Raises ValueError where there is no such kernel, or no such kernel for that cache."""
+    if variant.kernel not in KERNELS:
+        raise ValueError(f"variant.{name}.kernel must be among {', '.join(KERNELS)}, got {variant.kernel!r}.")
+    if variant.cache not in (formats := KERNELS[variant.kernel]):
+        raise ValueError(
+            f"variant.{name}.cache must be {' or '.join(formats)} for {variant.kernel}, got {variant.cache!r}."
+        )
+
+
+def why_not(variant: Variant, gpu: str | None, workload: Workload | None = None) -> str | None:
     """Why a variant is not timed on `gpu` (None: no Hopper GPU) or at a shape, in one sentence; or None."""
-    if variant not in VARIANTS:
-        raise ValueError(f"variants must be among {', '.join(VARIANTS)}, got {variant!r}.")
     if gpu is None:
-        return "This machine has no Hopper GPU (compute capability 9.0)."
-    if variant.startswith("flashmla"):
-        return flashmla.why_not(variant)
-    if variant.startswith("flashinfer"):
-        installed = importlib.util.find_spec("flashinfer") is not None
-        return "This version does not call FlashInfer." if installed else "FlashInfer is not installed."
-    if variant == "torch_sdpa" and workload:
+        return NO_GPU
+    if variant.kernel == "flashmla":
+        return flashmla.why_not(variant.cache)
+    if variant.kernel == "flashinfer":
+        return flashinfer.why_not()
+    if variant.kernel == "torch_sdpa" and workload:
         if workload.s_q > 1:
             return (
                 "torch's attention has no bottom-right causal mask for several queries that share their keys."
@@ -54,7 +82,7 @@ def why_not(variant: str, gpu: str | None, workload: Workload | None = None) -> 
     return None
 
 
-def decode_calls(variant: str, pool: Pool, workload: Workload, tables: Sequence[Tensor]) -> list[Call]:
+def decode_calls(variant: Variant, pool: Pool, workload: Workload, tables: Sequence[Tensor]) -> list[Call]:
     """One call for each block table; queries are quantized and schedules made, as they are once a step."""
     return [_prepare(variant, pool, workload, table, seed) for seed, table in enumerate(tables)]
 
@@ -64,21 +92,38 @@ def step_calls(pool: Pool, workload: Workload, tables: Sequence[Tensor]) -> list
     return [_snapmla_step(pool, workload, table, seed) for seed, table in enumerate(tables)]
 
 
-def _prepare(variant: str, pool: Pool, workload: Workload, table: Tensor, seed: int) -> Call:
+def peer_call(
+    variant: Variant,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+) -> Call:
+    """A call of a kernel that is not ours: q bfloat16 [batch, s_q, heads, 576], cache [pages, 64, 1, 576] in its format,
+    sequences of one length; returns what starts with out [batch, s_q, heads, 512]."""
+    paging = block_table, cache_seqlens, softmax_scale
+    if variant.kernel == "flashinfer":
+        return flashinfer.prepare(q, cache, *paging, backend=variant.backend)
+    if variant.kernel == "flashmla":
+        return flashmla.prepare(q if variant.cache == "bf16" else to_e4m3(q.float()), cache, *paging)
+    batch, s_q, heads, _ = q.shape
+    keys = cache[block_table.long()].view(batch, 1, -1, QK_HEAD_DIM)[:, :, : int(cache_seqlens[0])]
+    rows = q.view(batch, 1, s_q * heads, QK_HEAD_DIM)  # heads share the keys: rows of one head
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return lambda: (
+        attention(rows, keys, keys[..., :KV_LORA_RANK], scale=softmax_scale).view(batch, s_q, heads, -1),
+    )
+
+
+def _prepare(variant: Variant, pool: Pool, workload: Workload, table: Tensor, seed: int) -> Call:
     w, q, lengths = workload, *_batch(pool, workload, seed)
-    if variant == "snapmla":
-        query, schedule = quantize_q(q), decode_schedule(lengths, table, w.s_q, w.heads)
-        out, lse = _results(q)
-        arguments = *query, pool.format("snapmla"), table, lengths, SOFTMAX_SCALE
-        return lambda: mla_decode_quantized(*arguments, out=out, lse=lse, schedule=schedule)
-    if variant == "torch_sdpa":
-        keys = pool.format("bf16")[table.long()].view(w.batch, 1, -1, QK_HEAD_DIM)[:, :, : w.context]
-        rows = q.view(w.batch, 1, w.heads, QK_HEAD_DIM)  # heads share the keys: rows of one head
-        attention = torch.nn.functional.scaled_dot_product_attention
-        return lambda: attention(rows, keys, keys[..., :KV_LORA_RANK], scale=SOFTMAX_SCALE)
-    name = variant.removeprefix("flashmla_")
-    q = q if name == "bf16" else to_e4m3(q.float())
-    return flashmla.prepare(variant, q, pool.format(name), table, lengths, SOFTMAX_SCALE)
+    arguments = pool.format(variant.cache), table, lengths, SOFTMAX_SCALE
+    if variant.kernel != "snapmla":
+        return peer_call(variant, q, *arguments)
+    query, schedule = quantize_q(q), decode_schedule(lengths, table, w.s_q, w.heads)
+    out, lse = _results(q)
+    return lambda: mla_decode_quantized(*query, *arguments, out=out, lse=lse, schedule=schedule)
 
 
 def _snapmla_step(pool: Pool, workload: Workload, table: Tensor, seed: int) -> Call:

@@ -22,11 +22,10 @@ from omegaconf import MISSING
 from torch import Tensor
 
 from snapmla.bench.machine import hopper_gpu
-from snapmla.bench.variants import why_not
+from snapmla.bench.variants import Variant, check, peer_call, why_not
 from snapmla.cache import LatentCache
 from snapmla.decode import merge_partials, mla_decode
 from snapmla.experiments._app import BaseConfig, Run, application
-from snapmla.integrations import flashmla
 from snapmla.layout import KV_LORA_RANK, PAGE_SIZE, QK_HEAD_DIM, QK_ROPE_HEAD_DIM
 from snapmla.metrics import relative_l2
 from snapmla.quantization import E4M3, Quantized, to_e4m3
@@ -57,7 +56,6 @@ class ValuesConfig:
 class KernelsConfig:
     """Decode calls of the kernels: `heads` queries of zeros for each of `batch` sequences, which share their pages."""
 
-    variants: list[str] = MISSING
     batches: list[int] = MISSING
     heads: int = MISSING
 
@@ -68,6 +66,7 @@ class AccumulationConfig(BaseConfig):
     values: list[ValuesConfig] = field(default_factory=list)
     columns: int = MISSING
     split: int = MISSING
+    variant: dict[str, Variant] = field(default_factory=dict)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
 
 
@@ -87,7 +86,7 @@ def flat_attention(content: Tensor, accumulation: Accumulation, split: int) -> T
     return out[0, 0, 0]
 
 
-def kernel_error(variant: str, content: Tensor, batch: int, heads: int) -> float:
+def kernel_error(variant: Variant, content: Tensor, batch: int, heads: int) -> float:
     """Relative L2 error of a kernel's flat attention over e4m3 content [keys, 512] on a GPU, against float64."""
     keys, device = content.shape[0], content.device
     pages = -(-keys // PAGE_SIZE)
@@ -97,13 +96,13 @@ def kernel_error(variant: str, content: Tensor, batch: int, heads: int) -> float
     lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
     q = torch.zeros(batch, 1, heads, QK_HEAD_DIM, dtype=torch.bfloat16, device=device)
     rope = torch.zeros(pages, PAGE_SIZE, QK_ROPE_HEAD_DIM, dtype=torch.bfloat16, device=device)
-    if variant == "snapmla":
+    if variant.kernel == "snapmla":
         cache = LatentCache.from_planes(content, rope, torch.ones(pages, PAGE_SIZE, device=device))
         out, _ = mla_decode(q, cache, table, lengths, 1.0)
     else:
-        dtype = torch.bfloat16 if variant == "flashmla_bf16" else E4M3
+        dtype = torch.bfloat16 if variant.cache == "bf16" else E4M3
         rows = torch.cat([content.float(), rope.float()], -1).to(dtype)[:, :, None]
-        out, _ = flashmla.prepare(variant, q.to(dtype), rows, table, lengths, 1.0)()
+        out = peer_call(variant, q, rows, table, lengths, 1.0)()[0]
     exact = content.double().flatten(0, 1)[:keys].mean(0)
     return relative_l2(out, exact.expand(out.shape))
 
@@ -113,17 +112,17 @@ def kernel_rows(cfg: AccumulationConfig) -> list[dict]:
     rows, calls = [], cfg.kernels
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     hopper = hopper_gpu()
-    reasons = {variant: why_not(variant, hopper) for variant in calls.variants}
+    reasons = {name: why_not(variant, hopper) for name, variant in cfg.variant.items()}
     for values in cfg.values:
         if None in reasons.values():
             generator = torch.Generator().manual_seed(cfg.seed)
             noise = torch.randn(max(cfg.keys), KV_LORA_RANK, generator=generator)
             content = to_e4m3(noise * values.std + values.mean).cuda()
-        for variant, batch, keys in itertools.product(calls.variants, calls.batches, cfg.keys):
-            reason = reasons[variant]
-            error = None if reason else kernel_error(variant, content[:keys], batch, calls.heads)
+        for name, batch, keys in itertools.product(cfg.variant, calls.batches, cfg.keys):
+            reason = reasons[name]
+            error = None if reason else kernel_error(cfg.variant[name], content[:keys], batch, calls.heads)
             status = {"status": "not run" if reason else "ok", "reason": reason, "gpu": gpu}
-            shape = {"variant": variant, "heads": calls.heads, "batch": batch, "keys": keys}
+            shape = {"variant": name, "heads": calls.heads, "batch": batch, "keys": keys}
             distribution = {"value_mean": values.mean, "value_std": values.std}
             rows.append({**shape, **distribution, "relative_l2": error, "source": "measured", **status})
     return rows
@@ -159,6 +158,8 @@ def modelled_rows(cfg: AccumulationConfig, progress: Callable[[str], None]) -> l
 
 @application("accumulation", AccumulationConfig)
 def main(cfg: AccumulationConfig, run: Run) -> None:
+    for name, variant in cfg.variant.items():
+        check(name, variant)
     run.write_table("accumulation.csv", modelled_rows(cfg, run.progress))
     measured = kernel_rows(cfg)
     run.write_table("kernels.csv", measured)

@@ -1,6 +1,6 @@
 """Time of the decode kernel and its peers over the shapes of Figs 5 and 6, and the roofline of the same shapes.
 
-    python -m snapmla.experiments.kernel_bench fig6.contexts=[65536] fig6.heads=[64,128]
+    python -m snapmla.experiments.kernel_bench variant=[snapmla,flashmla_bf16] fig6.contexts=[65536]
 
 kernel_bench.csv has one row per variant and shape, latency.csv the same for small batches and short contexts, and
 ceilings.csv what the GPU reaches on plain work: measured where there is a Hopper GPU, elsewhere every row has the status
@@ -22,11 +22,11 @@ import torch
 from omegaconf import MISSING
 
 from snapmla import native, provenance
-from snapmla.bench.ceilings import measure_ceilings
+from snapmla.bench.ceilings import CEILINGS, measure_ceilings
 from snapmla.bench.inputs import Pool
 from snapmla.bench.machine import Monitor, hopper_gpu, other_processes
 from snapmla.bench.timing import Clock, CudaClock, Timing, calls_in_a_window, measure_together
-from snapmla.bench.variants import Workload, decode_calls, step_calls, why_not
+from snapmla.bench.variants import NO_GPU, Variant, Workload, check, decode_calls, step_calls, why_not
 from snapmla.experiments._app import BaseConfig, Run, application
 from snapmla.experiments.throughput import EngineConfig
 from snapmla.layout import QK_HEAD_DIM
@@ -51,8 +51,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-STEP = "step"
-"""Timed beside snapmla: everything that a layer's first call of a step pays, which is the column step_us."""
+SUBJECT, STEP = "snapmla", "step"
+"""This package's variant; and what is timed beside it: everything that a layer's first call of a step pays, the column step_us."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Fig6Config:
 
 @dataclass
 class GridConfig:
-    """Every combination of these."""
+    """Every combination of these; variants that are not selected are left out."""
 
     variants: list[str] = MISSING
     heads: list[int] = MISSING
@@ -94,7 +94,7 @@ class KernelBenchConfig(BaseConfig):
     """Keys of conf/kernel_bench.yaml, where each has its value and the reason for it."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
-    variants: list[str] = MISSING
+    variant: dict[str, Variant] = field(default_factory=dict)
     fig5: Fig5Config = field(default_factory=Fig5Config)
     fig6: Fig6Config = field(default_factory=Fig6Config)
     latency: GridConfig = field(default_factory=GridConfig)
@@ -146,16 +146,17 @@ def grid_shapes(grid: GridConfig) -> list[Shape]:
     return [Shape(h, 1, b, n) for h, b, n in itertools.product(grid.heads, grid.batches, grid.contexts)]
 
 
-def least_time(variant: str, w: Workload, read_tbs: float, bf16: float, fp8: float) -> tuple[int, int, float]:
+def least_time(
+    variant: Variant, w: Workload, read_tbs: float, bf16: float, fp8: float
+) -> tuple[int, int, float]:
     """Operations, bytes and least µs of a variant's call at these rates (TB/s, TFLOPS)."""
     flops = decode_flops(w.heads, w.s_q, w.batch, w.context)
-    if variant == "flashmla_fp8":  # e4m3 throughout
-        moved = traffic(w.heads, w.s_q, w.batch, w.context, token_bytes=QK_HEAD_DIM, q_bytes=QK_HEAD_DIM)
-        peak = fp8
+    peak = {"bf16": bf16, "fp8": fp8, "mixed": effective_peak(bf16, fp8)}[variant.arithmetic]
+    if variant.cache == "fp8":  # e4m3 throughout; the queries as wide as what they are multiplied as
+        q_bytes = QK_HEAD_DIM * (1 if variant.arithmetic == "fp8" else 2)
+        moved = traffic(w.heads, w.s_q, w.batch, w.context, token_bytes=QK_HEAD_DIM, q_bytes=q_bytes)
     else:
-        kind = "snapmla" if variant == "snapmla" else "bf16"
-        moved = decode_bytes(w.heads, w.s_q, w.batch, w.context, kind)
-        peak = effective_peak(bf16, fp8) if kind == "snapmla" else bf16
+        moved = decode_bytes(w.heads, w.s_q, w.batch, w.context, variant.cache)
     return flops, moved, max(moved / read_tbs, flops / peak) * 1e-6
 
 
@@ -173,25 +174,25 @@ class Bench:
     made_by: dict
     """The columns shared_gpu, driver, cuda, commit and library."""
 
-    def rows(self, variants: list[str], w: Workload) -> dict[str, dict]:
+    def rows(self, variants: dict[str, Variant], w: Workload) -> dict[str, dict]:
         """The measured columns of variants at one shape, timed in turns; "reason" where one has no room."""
         tables, calls, rows = self.tables(w), {}, {}
-        for variant in variants:
+        for name, variant in variants.items():
             try:
-                calls[variant] = decode_calls(variant, self.pool, w, tables)
+                calls[name] = decode_calls(variant, self.pool, w, tables)
             except torch.OutOfMemoryError:
-                rows[variant] = {"reason": "The call does not fit the memory beside the pool of pages."}
-        if "snapmla" in calls:
+                rows[name] = {"reason": "The call does not fit the memory beside the pool of pages."}
+        if SUBJECT in calls:
             calls[STEP] = step_calls(self.pool, w, tables)
         began = time.monotonic()
         timings = measure_together(self.clock, calls, seconds=self.seconds)
         machine = self.monitor.between(began, time.monotonic())
-        for variant in calls.keys() - {STEP}:
-            step = {"step_us": timings[STEP].time_us} if variant == "snapmla" else {}
-            rows[variant] = self._columns(variant, w, timings[variant], len(tables)) | machine | step
+        for name in calls.keys() - {STEP}:
+            step = {"step_us": timings[STEP].time_us} if name == SUBJECT else {}
+            rows[name] = self._columns(variants[name], w, timings[name], len(tables)) | machine | step
         return rows
 
-    def _columns(self, variant: str, w: Workload, timing: Timing, calls: int) -> dict:
+    def _columns(self, variant: Variant, w: Workload, timing: Timing, calls: int) -> dict:
         c = self.ceilings
         flops, moved, measured = least_time(variant, w, c["read_tbs"], c["bf16_tflops"], c["fp8_tflops"])
         sheet = next((g for g in GPUS.values() if g.name in self.gpu.split()), None)
@@ -213,7 +214,7 @@ class Bench:
 
 
 def bench_table(
-    variants: list[str], shapes: list[Shape], gpu: str | None, bench: Bench | None = None
+    variants: dict[str, Variant], shapes: list[Shape], gpu: str | None, bench: Bench | None = None
 ) -> Iterator[dict]:
     """The rows of kernel_bench.csv: every variant at every shape, measured by `bench` where there is one."""
     blank = dict.fromkeys(COLUMNS)
@@ -222,12 +223,12 @@ def bench_table(
         workload = (
             None if shape.batch is None else Workload(shape.heads, shape.s_q, shape.batch, shape.context)
         )
-        reasons = {variant: shape.unfit or why_not(variant, gpu, workload) for variant in variants}
-        possible = [variant for variant, reason in reasons.items() if reason is None]
+        reasons = {name: shape.unfit or why_not(variant, gpu, workload) for name, variant in variants.items()}
+        possible = {name: variants[name] for name, reason in reasons.items() if reason is None}
         measured = bench.rows(possible, workload) if bench and possible else {}
-        for variant in variants:
-            row = blank | known | {"variant": variant, "source": "measured", "status": "not run", "gpu": gpu}
-            yield row | {"reason": reasons[variant]} | measured.get(variant, {})
+        for name, reason in reasons.items():
+            row = blank | known | {"variant": name, "source": "measured", "status": "not run", "gpu": gpu}
+            yield row | {"reason": reason} | measured.get(name, {})
 
 
 def start_bench(cfg: KernelBenchConfig, gpu: str, monitor: Monitor, run: Run) -> Bench:
@@ -283,17 +284,20 @@ def roofline_table(cfg: KernelBenchConfig, shapes: list[Shape]) -> list[dict]:
 
 @application("kernel_bench", KernelBenchConfig)
 def main(cfg: KernelBenchConfig, run: Run) -> None:
-    for variant in {*cfg.variants, *cfg.latency.variants, *cfg.crossover.variants}:
-        why_not(variant, None)  # refuses an unknown name before anything is measured
+    for name, variant in cfg.variant.items():
+        check(name, variant)
     shapes = fig5_shapes(cfg.fig5, cfg.engine) + fig6_shapes(cfg.fig6)
     gpu = hopper_gpu()
-    sets = {"kernel_bench.csv": [(cfg.variants, shapes)]}
-    sets["latency.csv"] = [(grid.variants, grid_shapes(grid)) for grid in (cfg.latency, cfg.crossover)]
+    sets = {"kernel_bench.csv": [(cfg.variant, shapes)]}
+    sets["latency.csv"] = [
+        ({name: variant for name, variant in cfg.variant.items() if name in grid.variants}, grid_shapes(grid))
+        for grid in (cfg.latency, cfg.crossover)
+    ]
     with Monitor() if gpu else contextlib.nullcontext() as monitor:
         bench = start_bench(cfg, gpu, monitor, run) if gpu else None
-        ceilings = bench.ceilings if bench else dict.fromkeys(("read_tbs", "bf16_tflops", "fp8_tflops"))
+        ceilings = bench.ceilings if bench else dict.fromkeys(CEILINGS)
         status = {"source": "measured", "status": "ok" if bench else "not run", "gpu": gpu}
-        status["reason"] = None if bench else why_not("snapmla", None)
+        status["reason"] = None if bench else NO_GPU
         run.write_table("ceilings.csv", [{"what": k, "value": v, **status} for k, v in ceilings.items()])
         for filename, parts in sets.items():
             rows = []
@@ -301,7 +305,8 @@ def main(cfg: KernelBenchConfig, run: Run) -> None:
                 rows.append(row)
                 if bench and len(rows) % 50 == 0:
                     run.progress(f"{filename}: {len(rows)} rows")
-            run.write_table(filename, rows)
+            if rows:  # none: no variant of the grid is selected
+                run.write_table(filename, rows)
             for reason, count in Counter(row["reason"] for row in rows if row["reason"]).items():
                 run.progress(f"{filename}: {count} of {len(rows)} measurements not run: {reason}")
     run.write_table("roofline.csv", roofline_table(cfg, shapes))

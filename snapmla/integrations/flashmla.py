@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from snapmla.layout import KV_LORA_RANK
-
-VARIANTS = ("flashmla_bf16", "flashmla_fp8")
-"""BF16 throughout, and e4m3 with one scale per tensor, RoPE part included."""
+from snapmla.quantization import E4M3
 
 
-def why_not(variant: str) -> str | None:
-    """Why a variant cannot run here, in one sentence, or None."""
-    if variant not in VARIANTS:
-        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
+def why_not(cache: str) -> str | None:
+    """Why the kernel that reads this cache (bf16, or fp8: e4m3 throughout with one scale per tensor, RoPE part included)
+    cannot run here, in one sentence; or None."""
     try:
         import flash_mla
     except (ImportError, OSError) as error:  # OSError: its libraries do not load, for want of CUDA
@@ -29,13 +26,12 @@ def why_not(variant: str) -> str | None:
     legacy = getattr(flash_mla, "has_legacy", None)
     if legacy is not None and not legacy():
         return "The installed FlashMLA has no Hopper kernels."
-    if variant == "flashmla_fp8" and legacy is None:
+    if cache == "fp8" and legacy is None:
         return "The installed FlashMLA has no FP8 kernel for Hopper."
     return None
 
 
 def prepare(
-    variant: str,
     q: Tensor,
     cache: Tensor,
     block_table: Tensor,
@@ -46,7 +42,6 @@ def prepare(
     """A call of the kernel, its tile scheduler metadata made.
 
     Args:
-        variant: of `VARIANTS`.
         q: bfloat16 or e4m3 [batch, s_q, heads, 576].
         cache: of the same dtype, [pages, 64, 1, 576]; e4m3 values have the scale 1.
         block_table: int32 [batch, max_pages]; cache_seqlens: int32 [batch].
@@ -65,7 +60,7 @@ def prepare(
         metadata, num_splits = interface.get_mla_metadata(cache_seqlens, rows, 1)
     else:
         metadata, num_splits = interface.FlashMLASchedMeta(), None  # filled by the first call
-        if variant == "flashmla_fp8":
+        if cache.dtype == E4M3:
             metadata.tile_scheduler_metadata, metadata.num_splits = interface.get_mla_decoding_metadata(
                 cache_seqlens, rows, 1, is_fp8_kvcache=True, **legacy
             )
