@@ -183,6 +183,29 @@ def test_measured_rows_have_every_column(monkeypatch):
     assert ours["ideal_us"] < ours["ideal_measured_us"] and ours["commit"] == "abc"
 
 
+def test_what_a_peer_refuses_is_a_reason_and_not_a_fault(monkeypatch):
+    def calls(variant, pool, workload, tables):
+        if variant.kernel == refuses:
+            raise RuntimeError("no such tile\nat line 1")
+        return tables
+
+    monkeypatch.setattr(kernel_bench, "decode_calls", calls)
+    monkeypatch.setattr(kernel_bench, "step_calls", lambda pool, w, tables: tables)
+    monkeypatch.setattr(kernel_bench, "why_not", lambda v, gpu, w=None: None)
+    ceilings = {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1400.0}
+    pool, monitor = Pool(64, device="cpu"), Monitor()
+    bench = kernel_bench.Bench("NVIDIA H200", CountingClock(), pool, monitor, ceilings, 10**8, 0.01, {})
+    variants = compose("kernel_bench", "variant=[snapmla,flashinfer_bf16]").variant
+    shapes = [kernel_bench.Shape(64, 1, 32, 4096)]
+    refuses = "flashinfer"
+    ours, peer = kernel_bench.bench_table(variants, shapes, "NVIDIA H200", bench)
+    assert ours["status"] == "ok" and peer["status"] == "not run"
+    assert peer["reason"] == "The kernel refused the call: no such tile" and peer["time_us"] is None
+    refuses = "snapmla"
+    with pytest.raises(RuntimeError, match="no such tile"):
+        list(kernel_bench.bench_table(variants, shapes, "NVIDIA H200", bench))
+
+
 def test_unknown_variant():
     done = subprocess.run(
         [sys.executable, "-m", "snapmla.experiments.kernel_bench", "variant.snapmla.kernel=flash"],

@@ -182,6 +182,10 @@ class Bench:
                 calls[name] = decode_calls(variant, self.pool, w, tables)
             except torch.OutOfMemoryError:
                 rows[name] = {"reason": "The call does not fit the memory beside the pool of pages."}
+            except (RuntimeError, ValueError) as error:
+                if name == SUBJECT:
+                    raise
+                rows[name] = {"reason": f"The kernel refused the call: {str(error).splitlines()[0]}"}
         if SUBJECT in calls:
             calls[STEP] = step_calls(self.pool, w, tables)
         began = time.monotonic()

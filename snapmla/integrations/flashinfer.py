@@ -40,7 +40,7 @@ def prepare(
     Args:
         q: bfloat16 [batch, s_q, heads, 576].
         cache: bfloat16, or e4m3 with the scale 1, [pages, 64, 1, 576].
-        block_table: int32 [batch, max_pages]; cache_seqlens: int32 [batch], none of them 0.
+        block_table: int32 [batch, max_pages]; cache_seqlens: int32 [batch].
         backend: FlashInfer's name of an implementation; auto is its own choice.
 
     Returns:
@@ -65,7 +65,7 @@ def prepare(
             head_dim_ckv=KV_LORA_RANK,
             head_dim_kpe=QK_ROPE_HEAD_DIM,
             page_size=PAGE_SIZE,
-            causal=causal,
+            causal=causal and s_q > 1,  # for one query the same, and planned for every number of heads
             sm_scale=softmax_scale,
             q_data_type=q.dtype,
             kv_data_type=cache.dtype,
