@@ -11,7 +11,7 @@ from snapmla import LatentCache, dequantize
 from snapmla.layout import KV_LORA_RANK, PAGE_SIZE
 from snapmla.metrics import relative_l2
 from snapmla.quantization import Quantized
-from snapmla.reference import KERNEL, exact_attention
+from snapmla.reference import KERNEL, Rules, exact_attention
 from snapmla.reference.paged import cuts_of, emulated_sequence, stored_tokens
 
 
@@ -65,7 +65,7 @@ class Errors:
         assert self.lse <= self.lse_allowed, self
 
 
-def errors(call: Call, out: Tensor, lse: Tensor, schedule: Tensor) -> Errors:
+def errors(call: Call, out: Tensor, lse: Tensor, schedule: Tensor, rules: Rules = KERNEL) -> Errors:
     """Compare out bfloat16 [batch, s_q, heads, 512] and lse [batch, heads, s_q] with both references.
 
     The emulation is cut where the schedule cuts, since a part of a sequence starts with references of its own. Exact is
@@ -77,7 +77,7 @@ def errors(call: Call, out: Tensor, lse: Tensor, schedule: Tensor) -> Errors:
     for i, length in enumerate(call.cache_seqlens.tolist()):
         query, key = call.sequence(i)
         cuts = cuts_of(schedule, i, length)
-        emulated, emulated_lse = emulated_sequence(query, key, call.softmax_scale, call.causal, cuts, KERNEL)
+        emulated, emulated_lse = emulated_sequence(query, key, call.softmax_scale, call.causal, cuts, rules)
         q, k = dequantize(query), dequantize(key)
         exact, exact_lse = exact_attention(
             q, k[:, :KV_LORA_RANK], k[:, KV_LORA_RANK:], call.softmax_scale, causal=call.causal

@@ -92,6 +92,13 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
+// threadIdx.x, read where it is asked for and not kept in a register.
+__device__ __forceinline__ uint32_t thread_index() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // ---- kernels that overlap with the one before them in the stream (programmatic dependent launch)
 
 // Waits until the kernel before has finished and its writes can be read.

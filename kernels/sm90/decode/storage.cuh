@@ -63,9 +63,7 @@ struct Parities {
 
 // The thread in its group, read afresh: what follows from it would otherwise wait in registers from block to block.
 __device__ __forceinline__ int group_thread() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return int(thread % kGroup);
+  return int(thread_index() % kGroup);
 }
 
 }  // namespace snapmla::decode

@@ -1,0 +1,5 @@
+#pragma once
+#include <cstdint>
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
