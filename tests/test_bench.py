@@ -139,6 +139,21 @@ def test_formats_hold_the_same_tokens():
     assert spread.max() > 1.5 * spread.min()  # tokens differ in size
 
 
+def test_a_step_appends_its_tokens_and_decodes_over_them():
+    """On the CPU, where a call is the emulation."""
+    pool, workload = Pool(8, device="cpu"), Workload(2, 2, 3, 100)
+    table = pool.block_table(3, 100, seed=0)
+    cache = pool.format("snapmla")
+    cache.content.view(torch.uint8).fill_(0)
+    step = step_calls(pool, workload, [table])[0]
+    out, lse = step()
+    written = cache.content.view(torch.uint8).flatten(0, 1).any(-1).nonzero().flatten()
+    last = table[:, 1].long() * 64
+    assert sorted(written.tolist()) == sorted([*(last + 34).tolist(), *(last + 35).tolist()])
+    decoded, decoded_lse = decode_calls(VARIANTS["snapmla"], pool, workload, [table])[0]()
+    assert torch.equal(out, decoded) and torch.equal(lse, decoded_lse)
+
+
 def test_a_line_of_nvidia_smi():
     sample = machine.parse("1755, 3201, 612.34, 700.00, 0x0000000000000004\n")
     assert sample["clocks.sm"] == 1755 and sample["clocks_event_reasons.active"] == 4

@@ -12,7 +12,7 @@ from snapmla.bench.inputs import Pool
 from snapmla.bench.timing import Call
 from snapmla.decode import decode_schedule, mla_decode_quantized, quantize_q
 from snapmla.integrations import flashinfer, flashmla
-from snapmla.layout import KV_LORA_RANK, QK_HEAD_DIM
+from snapmla.layout import KV_LORA_RANK, PAGE_SIZE, QK_HEAD_DIM
 from snapmla.quantization import to_e4m3
 
 SOFTMAX_SCALE = 192**-0.5
@@ -88,7 +88,7 @@ def decode_calls(variant: Variant, pool: Pool, workload: Workload, tables: Seque
 
 
 def step_calls(pool: Pool, workload: Workload, tables: Sequence[Tensor]) -> list[Call]:
-    """SnapMLA with everything a layer's first call of a step pays: quantize q, make the schedule, decode."""
+    """SnapMLA with everything a step's first layer pays: append the new tokens, quantize q, make the schedule, decode."""
     return [_snapmla_step(pool, workload, table, seed) for seed, table in enumerate(tables)]
 
 
@@ -129,10 +129,15 @@ def _prepare(variant: Variant, pool: Pool, workload: Workload, table: Tensor, se
 def _snapmla_step(pool: Pool, workload: Workload, table: Tensor, seed: int) -> Call:
     q, lengths = _batch(pool, workload, seed)
     out, lse = _results(q)
-    cache = pool.format("snapmla")
-    return lambda: mla_decode_quantized(
-        *quantize_q(q), cache, table, lengths, SOFTMAX_SCALE, out=out, lse=lse
-    )
+    cache, tokens = pool.format("snapmla"), pool.rows(seed, workload.batch * workload.s_q)
+    positions = torch.arange(workload.context - workload.s_q, workload.context, device=table.device)
+    slots = (table[:, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE).flatten()
+
+    def call() -> tuple[Tensor, Tensor]:
+        cache.append(*tokens, slots)
+        return mla_decode_quantized(*quantize_q(q), cache, table, lengths, SOFTMAX_SCALE, out=out, lse=lse)
+
+    return call
 
 
 def _batch(pool: Pool, workload: Workload, seed: int) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ COLUMNS = (
 
 
 SUBJECT, STEP = "snapmla", "step"
-"""This package's variant; and what is timed beside it: everything that a layer's first call of a step pays, the column step_us."""
+"""This package's variant; and what is timed beside it: everything that a step's first layer pays, the column step_us."""
 
 
 @dataclass
