@@ -6,6 +6,7 @@ Asynchrony and the tensor cores' truncation are not modelled; tests/test_gpu_dec
 from __future__ import annotations
 
 import ctypes
+import random
 import shutil
 
 import host
@@ -76,6 +77,17 @@ def check(call: Call, parts: int) -> None:
 )
 def test_kernel_equals_emulation(lengths, s_q, heads, parts):
     check(call_of(lengths, s_q, heads), parts)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes(seed):
+    rng = random.Random(seed)
+    lengths = [
+        rng.choice([0, 1, rng.randint(60, 70), rng.randint(100, 400)]) for _ in range(rng.randint(1, 3))
+    ]
+    s_q, heads = rng.choice([(1, 1), (1, 20), (1, 64), (2, 16), (3, 40), (8, 8)])
+    call = call_of(lengths, s_q, heads, sharpness=rng.choice([0.0, 1.0, 4.0]), causal=rng.random() < 0.8)
+    check(call, rng.randint(1, 5))
 
 
 def test_a_query_that_sees_no_key():
