@@ -182,7 +182,11 @@ class Bench:
                 calls[name] = decode_calls(variant, self.pool, w, tables)
             except torch.OutOfMemoryError:
                 rows[name] = {"reason": "The call does not fit the memory beside the pool of pages."}
-            except (RuntimeError, ValueError) as error:
+            except (
+                RuntimeError,
+                ValueError,
+                OSError,
+            ) as error:  # OSError: no compiler for a kernel made at the first call
                 if name == SUBJECT:
                     raise
                 rows[name] = {"reason": f"The kernel refused the call: {str(error).splitlines()[0]}"}
