@@ -1,18 +1,21 @@
-"""The decode kernel's two references over a paged cache, on the GPU that ran it, and the bars between them."""
+"""Decode calls, their two references on the device that ran them, and the bars between them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from paging import latents, paged, queries
 from torch import Tensor
 
-from snapmla import LatentCache, dequantize
+from snapmla import LatentCache, dequantize, quantize_q
 from snapmla.layout import KV_LORA_RANK, PAGE_SIZE
 from snapmla.metrics import relative_l2
 from snapmla.quantization import Quantized
 from snapmla.reference import KERNEL, Rules, exact_attention
 from snapmla.reference.paged import cuts_of, emulated_sequence, stored_tokens
+
+SCALE = 192**-0.5
 
 
 @dataclass
@@ -43,6 +46,25 @@ class Call:
         length = int(self.cache_seqlens[i])
         pages = self.block_table[i, : -(-length // PAGE_SIZE)].long()
         return Quantized(*(x[i] for x in self.query)), stored_tokens(self.cache.planes, pages, length)
+
+
+def call_of(
+    lengths, s_q, heads, *, rope=1.0, sharpness=1.0, softmax_scale=SCALE, causal=True, seed=0, device="cpu"
+) -> Call:
+    """A decode call on poisoned, shuffled pages; the sequences are windows of one."""
+    content, rope_part = latents(max(lengths, default=0) + 64, rope=rope, seed=seed)
+    sequences = paged(
+        [(content[i % 64 :][:n], rope_part[i % 64 :][:n]) for i, n in enumerate(lengths)], seed=seed
+    )
+    q = queries(len(lengths), s_q, heads, sharpness=sharpness, seed=seed + 1)
+    return Call(
+        quantize_q(q.to(device)),
+        LatentCache(sequences.cache.buffer.to(device)),
+        sequences.block_table.to(device),
+        sequences.cache_seqlens.to(device),
+        softmax_scale,
+        causal,
+    )
 
 
 @dataclass

@@ -168,7 +168,7 @@ def test_a_line_of_nvidia_smi():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_cannot_run_says_why(name):
     variant = VARIANTS[name]
-    check(name, variant)
+    check({name: variant})
     assert why_not(variant, None) == NO_GPU
     reason = why_not(variant, "NVIDIA H200", Workload(16, 2, 32, 1024))
     assert reason is None if name == "snapmla" else reason is None or reason.endswith(".")
@@ -176,9 +176,9 @@ def test_what_cannot_run_says_why(name):
 
 def test_unknown_kernels_and_caches_are_refused():
     with pytest.raises(ValueError, match="variant.x.kernel must be among snapmla, .*, got 'flash'"):
-        check("x", Variant("flash", "bf16"))
+        check({"x": Variant("flash", "bf16")})
     with pytest.raises(ValueError, match="variant.x.cache must be bf16 or fp8 for flashmla, got 'snapmla'"):
-        check("x", Variant("flashmla", "snapmla"))
+        check({"x": Variant("flashmla", "snapmla")})
 
 
 def test_least_times():

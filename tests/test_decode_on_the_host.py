@@ -12,16 +12,14 @@ import shutil
 import host
 import pytest
 import torch
-from emulation import Call, errors
-from paging import UNUSED_PAGE, latents, paged, queries
+from emulation import SCALE, Call, call_of, errors
+from paging import UNUSED_PAGE
 
-from snapmla import LatentCache, native, quantize_q
+from snapmla import native
 from snapmla.reference import KERNEL_FLOAT32_ADDS
 from snapmla.schedule import boundaries
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, found none")
-
-SCALE = 192**-0.5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,15 +35,6 @@ def on_the_host(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_launch", launch)
         yield
-
-
-def call_of(lengths, s_q, heads, *, rope=1.0, sharpness=1.0, softmax_scale=SCALE, causal=True) -> Call:
-    """A decode call on poisoned, shuffled pages."""
-    content, rope_part = latents(max(lengths, default=0) + 64, rope=rope)
-    sequences = paged([(content[i:][:n], rope_part[i:][:n]) for i, n in enumerate(lengths)])
-    q = quantize_q(queries(len(lengths), s_q, heads, sharpness=sharpness))
-    cache = LatentCache(sequences.cache.buffer)
-    return Call(q, cache, sequences.block_table, sequences.cache_seqlens, softmax_scale, causal)
 
 
 def run(call: Call, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,11 +5,13 @@ Cases that the CPU has as well are in test_decode.py, where every test runs on b
 
 from __future__ import annotations
 
+import functools
 import random
 
+import emulation
 import pytest
 import torch
-from emulation import Call, errors
+from emulation import SCALE, Call, errors
 from paging import UNUSED_PAGE, latents, paged, poison, queries
 
 from snapmla import LatentCache, decode_schedule, layout, mla_decode, mla_decode_quantized, ops, quantize_q
@@ -20,26 +22,7 @@ from snapmla.schedule import boundaries
 
 pytestmark = pytest.mark.gpu
 
-SCALE = 192**-0.5
-
-
-def call_of(
-    lengths, s_q, heads, *, rope=1.0, sharpness=1.0, softmax_scale=SCALE, causal=True, seed=0
-) -> Call:
-    """A decode call on poisoned, shuffled pages; the sequences are windows of one."""
-    content, rope_part = latents(max(lengths, default=0) + 64, rope=rope, seed=seed)
-    sequences = paged(
-        [(content[i % 64 :][:n], rope_part[i % 64 :][:n]) for i, n in enumerate(lengths)], seed=seed
-    )
-    q = queries(len(lengths), s_q, heads, sharpness=sharpness, seed=seed + 1)
-    return Call(
-        quantize_q(q.cuda()),
-        LatentCache(sequences.cache.buffer.cuda()),
-        sequences.block_table.cuda(),
-        sequences.cache_seqlens.cuda(),
-        softmax_scale,
-        causal,
-    )
+call_of = functools.partial(emulation.call_of, device="cuda")
 
 
 def run(call: Call, schedule: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

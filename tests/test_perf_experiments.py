@@ -151,8 +151,9 @@ class CountingClock:
         return 10.0
 
 
-def test_measured_rows_have_every_column(monkeypatch):
-    """The whole path from shapes to rows, with a clock that needs no GPU."""
+@pytest.fixture
+def bench(monkeypatch) -> kernel_bench.Bench:
+    """With a clock that needs no GPU, and every variant there but one."""
     monkeypatch.setattr(kernel_bench, "decode_calls", lambda variant, pool, w, tables: tables)
     monkeypatch.setattr(kernel_bench, "step_calls", lambda pool, w, tables: tables)
     monkeypatch.setattr(
@@ -161,7 +162,11 @@ def test_measured_rows_have_every_column(monkeypatch):
     ceilings = {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1400.0}
     made_by = {"shared_gpu": False, "driver": "1", "cuda": "13.0", "commit": "abc", "library": "def"}
     pool, monitor = Pool(64, device="cpu"), Monitor()
-    bench = kernel_bench.Bench("NVIDIA H200", CountingClock(), pool, monitor, ceilings, 10**8, 0.01, made_by)
+    return kernel_bench.Bench("NVIDIA H200", CountingClock(), pool, monitor, ceilings, 10**8, 0.01, made_by)
+
+
+def test_measured_rows_have_every_column(bench):
+    """The whole path from shapes to rows."""
     shape = kernel_bench.Shape(64, 1, 32, 4096)
     rows = {
         r["variant"]: r
@@ -183,18 +188,13 @@ def test_measured_rows_have_every_column(monkeypatch):
     assert ours["ideal_us"] < ours["ideal_measured_us"] and ours["commit"] == "abc"
 
 
-def test_what_a_peer_refuses_is_a_reason_and_not_a_fault(monkeypatch):
+def test_what_a_peer_refuses_is_a_reason_and_not_a_fault(bench, monkeypatch):
     def calls(variant, pool, workload, tables):
         if variant.kernel == refuses:
             raise RuntimeError("no such tile\nat line 1")
         return tables
 
     monkeypatch.setattr(kernel_bench, "decode_calls", calls)
-    monkeypatch.setattr(kernel_bench, "step_calls", lambda pool, w, tables: tables)
-    monkeypatch.setattr(kernel_bench, "why_not", lambda v, gpu, w=None: None)
-    ceilings = {"read_tbs": 4.0, "bf16_tflops": 700.0, "fp8_tflops": 1400.0}
-    pool, monitor = Pool(64, device="cpu"), Monitor()
-    bench = kernel_bench.Bench("NVIDIA H200", CountingClock(), pool, monitor, ceilings, 10**8, 0.01, {})
     variants = compose("kernel_bench", "variant=[snapmla,flashinfer_bf16]").variant
     shapes = [kernel_bench.Shape(64, 1, 32, 4096)]
     refuses = "flashinfer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,14 +54,17 @@ class Workload:
     context: int
 
 
-def check(name: str, variant: Variant) -> None:
+def check(variants: Mapping[str, Variant]) -> None:
     """Raises ValueError where there is no such kernel, or no such kernel for that cache."""
-    if variant.kernel not in KERNELS:
-        raise ValueError(f"variant.{name}.kernel must be among {', '.join(KERNELS)}, got {variant.kernel!r}.")
-    if variant.cache not in (formats := KERNELS[variant.kernel]):
-        raise ValueError(
-            f"variant.{name}.cache must be {' or '.join(formats)} for {variant.kernel}, got {variant.cache!r}."
-        )
+    for name, variant in variants.items():
+        if variant.kernel not in KERNELS:
+            raise ValueError(
+                f"variant.{name}.kernel must be among {', '.join(KERNELS)}, got {variant.kernel!r}."
+            )
+        if variant.cache not in (formats := KERNELS[variant.kernel]):
+            raise ValueError(
+                f"variant.{name}.cache must be {' or '.join(formats)} for {variant.kernel}, got {variant.cache!r}."
+            )
 
 
 def why_not(variant: Variant, gpu: str | None, workload: Workload | None = None) -> str | None:

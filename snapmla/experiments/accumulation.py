@@ -158,8 +158,7 @@ def modelled_rows(cfg: AccumulationConfig, progress: Callable[[str], None]) -> l
 
 @application("accumulation", AccumulationConfig)
 def main(cfg: AccumulationConfig, run: Run) -> None:
-    for name, variant in cfg.variant.items():
-        check(name, variant)
+    check(cfg.variant)
     run.write_table("accumulation.csv", modelled_rows(cfg, run.progress))
     measured = kernel_rows(cfg)
     run.write_table("kernels.csv", measured)

@@ -292,8 +292,7 @@ def roofline_table(cfg: KernelBenchConfig, shapes: list[Shape]) -> list[dict]:
 
 @application("kernel_bench", KernelBenchConfig)
 def main(cfg: KernelBenchConfig, run: Run) -> None:
-    for name, variant in cfg.variant.items():
-        check(name, variant)
+    check(cfg.variant)
     shapes = fig5_shapes(cfg.fig5, cfg.engine) + fig6_shapes(cfg.fig6)
     gpu = hopper_gpu()
     sets = {"kernel_bench.csv": [(cfg.variant, shapes)]}

@@ -20,7 +20,8 @@ def build(folder: Path) -> Path:
     for name in ("simt.h", "library.cpp"):
         shutil.copy(HERE / name, source)
     shutil.copy(KERNELS / "snapmla.h", source)
-    shutil.copy(KERNELS / "common" / "layout.cuh", source / "common")
+    for name in ("layout.cuh", "descriptor.cuh"):  # plain C++
+        shutil.copy(KERNELS / "common" / name, source / "common")
     shutil.copytree(HERE / "shim", source / "shim")
     for path in (source / "sm90").rglob("*.cu*"):
         text = path.read_text().replace("extern __shared__", "extern")

@@ -1,6 +1,7 @@
 // The functions of kernels/common/wgmma.cuh on the CPU: products in float32, without the tensor cores' truncation.
 #pragma once
 
+#include "descriptor.cuh"
 #include "ptx.cuh"
 #include "quantize.cuh"
 
@@ -23,11 +24,6 @@ struct Operand {  // K-major, in shared memory
     return snapmla::at(address ^ (address >> 7 & (pieces - 1)) << 4);
   }
 };
-inline uint64_t descriptor(uint32_t address, uint64_t atom_bytes, uint64_t swizzle) {
-  return uint64_t((address & 0x3FFFF) >> 4) | uint64_t(1) << 16 | (atom_bytes >> 4) << 32 | swizzle << 62;
-}
-inline uint64_t descriptor_swizzle_128(uint32_t address, uint64_t atom_bytes = 8 * 128) { return descriptor(address, atom_bytes, 1); }
-inline uint64_t descriptor_swizzle_64(uint32_t address) { return descriptor(address, 8 * 64, 2); }
 
 // d[4 j + 2 i + l] of thread t is D[16 (t / 32) + t % 32 / 4 + 8 i][8 j + 2 (t % 4) + l]; a(row, k) and b(column, k).
 template <int kCount, typename A, typename B>
