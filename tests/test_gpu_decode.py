@@ -194,6 +194,9 @@ def test_tokens_with_scale_zero_weigh_nothing_in_the_output():
     out, lse = run(call)
     assert (out == 0).all()
     torch.testing.assert_close(lse, torch.full_like(lse, 200).log(), rtol=0, atol=1e-5)
+    call = call_of([200], 3, 4)  # the last two tokens: some queries see them, some do not
+    call.cache.scale[int(call.block_table[0, 3]), 6:8] = 0.0
+    check(call, 1)
 
 
 @pytest.mark.parametrize("page", [65_536, 524_288])

@@ -41,6 +41,21 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// Whether it has.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // ---- named barriers of the hardware: `threads` threads meet, arriving ones without waiting.
 
 // All threads that wait do so in this very instruction; those in two copies of it (two roles) meet by `named_sync_roles`.
@@ -66,6 +81,15 @@ __device__ __forceinline__ void tma_load_3d(uint32_t destination, const CUtensor
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(kEvictFirst)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_5d(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int u,
+                                            int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "l"(kEvictFirst)
       : "memory");
 }
 
@@ -119,6 +143,12 @@ __device__ __forceinline__ void registers_grow() {
 }
 
 // ---- shared memory, by address
+
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
 
 __device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
   float2 v;

@@ -22,10 +22,13 @@ constexpr int kValueGroups = 2;
 constexpr int kGroup = 128;  // threads of a warp group
 constexpr int kGroupWarps = 4;
 constexpr int kThreads = (kSoftmaxGroups + kValueGroups) * kGroup;
-// Registers a thread of each; 128 on average is what 512 threads get.
-constexpr int kSoftmaxRegisters = 72;
-constexpr int kValueRegisters = 184;
-static_assert(kSoftmaxRegisters + kValueRegisters == 2 * 128, "setmaxnreg must hand out what the launch got");
+// Where all rows of a call fit half a tile, the other half is not computed: two kernels, kHalves 1 and 2.
+constexpr int kHalfRows = kRowTile / 2;
+// Registers a thread of each role; 128 on average is what 512 threads get, and setmaxnreg must hand out.
+template <int kHalves>
+constexpr int kSoftmaxRegisters = kHalves == 2 ? 72 : 104;
+template <int kHalves>
+constexpr int kValueRegisters = 2 * 128 - kSoftmaxRegisters<kHalves>;
 
 // What a sequence costs besides its key blocks, in key blocks: its queries' load, pipeline start and results.
 constexpr int kSequenceCost = 4;

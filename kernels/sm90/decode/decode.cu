@@ -25,6 +25,20 @@ PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
+// A cache's content [pages, 64, 512] in the order of `Key`, a page at a time. Stride of pages in bytes. L2 fetches no more than
+// asked for: with its promotion to 256 bytes pages stream at 4.14 instead of 4.43 TB/s (../../LOG.md).
+CUresult describe_keys(CUtensorMap* map, const void* base, uint64_t pages, uint64_t page_stride) {
+  constexpr uint64_t kRow = kKvLoraRank;
+  const cuuint64_t sizes[] = {kContentTile, kAtomRows, kContentTiles, kBlockAtoms, pages};
+  const cuuint64_t strides[] = {kRow, kContentTile, kAtomRows * kRow, page_stride};
+  const cuuint32_t box[] = {kContentTile, kAtomRows, kContentTiles, kBlockAtoms, 1}, steps[] = {1, 1, 1, 1, 1};
+  const auto encode = tensor_map_encoder();
+  if (!encode) return CUDA_ERROR_NOT_FOUND;
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, const_cast<void*>(base), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
 // A tensor [outer, 64 or more rows, columns] that is copied in boxes of 64 rows of 128 bytes, swizzled. Strides in bytes; reads
 // outside give zeros.
 template <typename Element>
@@ -36,7 +50,7 @@ CUresult describe(CUtensorMap* map, const void* base, uint64_t columns, uint64_t
   const auto encode = tensor_map_encoder();
   if (!encode) return CUDA_ERROR_NOT_FOUND;
   return encode(map, kType, 3, const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 // A launch that may begin before the kernel before it in the stream has finished: the kernel waits where it needs that.
@@ -77,7 +91,7 @@ int snapmla_mla_decode(snapmla_query query, snapmla_cache cache, snapmla_batch b
   const CUresult results[] = {
       describe<uint8_t>(&maps.q_content, query.content, kKvLoraRank, rows, batch.size, kKvLoraRank, rows * kKvLoraRank),
       describe<__nv_bfloat16>(&maps.q_rope, query.rope, kQkRopeHeadDim, rows, batch.size, kRopeBytes, rows * kRopeBytes),
-      describe<uint8_t>(&maps.k_content, cache.content, kKvLoraRank, kPageSize, cache.pages, kKvLoraRank, cache.content_stride),
+      describe_keys(&maps.k_content, cache.content, cache.pages, cache.content_stride),
       describe<__nv_bfloat16>(&maps.k_rope, cache.rope, kQkRopeHeadDim, kPageSize, cache.pages, kRopeBytes,
                               cache.rope_stride * sizeof(__nv_bfloat16))};
   for (const CUresult result : results) {
@@ -106,12 +120,12 @@ int snapmla_mla_decode(snapmla_query query, snapmla_cache cache, snapmla_batch b
   p.causal = causal != 0;
 
   const auto launch_stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t attribute =
-      cudaFuncSetAttribute(decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage));
+  const auto kernel = rows <= kHalfRows ? decode_kernel<1> : decode_kernel<2>;
+  const cudaError_t attribute = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage));
   if (attribute != cudaSuccess) return attribute;
   const unsigned tiles = unsigned((rows + kRowTile - 1) / kRowTile), parts = unsigned(split.parts);
   const cudaError_t launched =
-      launch_overlapped(decode_kernel, dim3(tiles, parts), kThreads, sizeof(Storage), launch_stream, maps, p);
+      launch_overlapped(kernel, dim3(tiles, parts), kThreads, sizeof(Storage), launch_stream, maps, p);
   if (launched != cudaSuccess || parts == 1) return launched;
   return launch_overlapped(combine_kernel, dim3(unsigned(rows), parts), kCombineThreads, 0, launch_stream, p);
 }

@@ -6,12 +6,8 @@
 
 namespace snapmla::decode {
 
-// One for each thing that the copy engine reads; dimensions from the fastest.
-struct TensorMaps {
-  CUtensorMap q_content, q_rope;  // [512, rows, batch] e4m3 and [64, rows, batch] BF16
-  CUtensorMap k_content, k_rope;  // [512, 64, pages] e4m3 and [64, 64, pages] BF16
-};
-
+// kHalves: halves of the row tile that are computed.
+template <int kHalves>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   Storage& storage = *reinterpret_cast<Storage*>(memory);
@@ -22,9 +18,9 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     constexpr int kValueWarps = kValueGroups * kGroupWarps;
     mbarrier_init(shared_address(&storage.query_full), 1);
     for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(shared_address(&storage.key_full[stage]), kGroupWarps);
+      mbarrier_init(shared_address(&storage.key_full[stage]), 1);
       mbarrier_init(shared_address(&storage.key_empty[stage]), kValueWarps);
-      mbarrier_init(shared_address(&storage.p_full[stage]), kGroupWarps);
+      mbarrier_init(shared_address(&storage.p_full[stage]), kGroupWarps / 2 * kHalves);
       mbarrier_init(shared_address(&storage.p_empty[stage]), kValueWarps);
     }
     mbarrier_init(shared_address(&storage.sum_full), kGroupWarps);
@@ -39,15 +35,15 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   __syncthreads();
 
   if (group < kSoftmaxGroups) {
-    registers_shrink<kSoftmaxRegisters>();
+    registers_shrink<kSoftmaxRegisters<kHalves>>();
     if (group == 0) {
-      softmax_role<0>(storage, &maps.q_content, &maps.q_rope, p, tile, part);
+      softmax_role<kHalves, 0>(storage, maps, p, tile);
     } else {
-      softmax_role<1>(storage, &maps.q_content, &maps.q_rope, p, tile, part);
+      softmax_role<kHalves, 1>(storage, maps, p, tile);
     }
   } else {
-    registers_grow<kValueRegisters>();
-    value_role(storage, &maps.k_content, &maps.k_rope, p, group - kSoftmaxGroups, tile, part);
+    registers_grow<kValueRegisters<kHalves>>();
+    value_role<kHalves>(storage, p, group - kSoftmaxGroups, tile);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include "config.cuh"
@@ -50,27 +51,39 @@ struct Params {
 
 __host__ __device__ inline int blocks_of(int length) { return (length + kBlockKeys - 1) / kBlockKeys; }
 
-// The blocks that a part visits of one sequence, and where their result goes.
+// One for each thing that the copy engine reads; dimensions from the fastest.
+struct TensorMaps {
+  CUtensorMap q_content, q_rope;  // [512, rows, batch] e4m3 and [64, rows, batch] BF16
+  CUtensorMap k_content;          // [128 bytes, 8 keys, 4 tiles, 8, pages] e4m3
+  CUtensorMap k_rope;             // [64, 64, pages] BF16
+};
+
+// The blocks that a part (blockIdx.y) visits of one sequence.
 struct Piece {
   int length;      // tokens of the sequence
   int begin, end;  // its blocks
-  int slot;        // of the partial results; negative: the whole sequence, to `out` and `lse`
 
-  __device__ Piece(const Params& p, int part, const Boundary& first, const Boundary& last, int sequence)
+  __device__ Piece(const Params& p, const Boundary& first, const Boundary& last, int sequence)
       : length(p.length(sequence)) {
     const int blocks = blocks_of(length);
     begin = sequence == first.sequence ? first.block : 0;
     end = sequence == last.sequence ? last.block : blocks;
-    slot = begin > 0 ? 2 * part : end < blocks ? 2 * part + 1 : -1;
+  }
+  // Where the result goes: a slot of the partial ones, or, if negative, `out` and `lse`. Asked for at the end and from what is read
+  // afresh: a register that held it would be held through the loop over blocks.
+  __device__ int slot() const {
+    int part;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(part));
+    return begin > 0 ? 2 * part : end < blocks_of(length) ? 2 * part + 1 : -1;
   }
 };
 
 // Visits the pieces of the part between two boundaries, which lie in shared memory: registers are short in the roles.
 template <typename Visit>
-__device__ __forceinline__ void for_each_piece(const Params& p, int part, const Boundary (&boundaries)[2], const Visit& visit) {
+__device__ __forceinline__ void for_each_piece(const Params& p, const Boundary (&boundaries)[2], const Visit& visit) {
   const Boundary &first = boundaries[0], &last = boundaries[1];
   for (int sequence = first.sequence; sequence < last.sequence || (sequence == last.sequence && last.block > 0); ++sequence) {
-    visit(sequence, Piece(p, part, first, last, sequence));
+    visit(sequence, Piece(p, first, last, sequence));
   }
 }
 

@@ -12,7 +12,8 @@ namespace snapmla::decode {
 
 constexpr float kNoReference = -1e30f;       // below every other
 constexpr float kLog2E4m3Max = 8.80735492f;   // log2(448)
-constexpr float kTinyScale = 0x1p-120f;       // stands for 0, so that an infinity times it is one
+constexpr float kTinyScale = 0x1p-120f;       // stands for a query's scale of 0, so that an infinity times it is one
+constexpr float kLeastScale = 0x1p-149f;      // the same for a key's: its logarithm is still taken as that of 0
 constexpr int kSoftmaxThreads = kSoftmaxGroups * kGroup;
 
 // What a thread knows of its two rows (8 apart) while it goes through a sequence.
@@ -32,18 +33,19 @@ __device__ __forceinline__ int visible_keys(const Params& p, int length, int row
 
 // S = Q K^T: e4m3 content first, then the aligned BF16 RoPE part into the same accumulator (Eq 6).
 __device__ __forceinline__ void multiply_qk(float (&s)[32], uint32_t query, uint32_t key) {
-  constexpr int kRope = sizeof(Latents::content);
-  const uint64_t q = descriptor_swizzle_128(query), k = descriptor_swizzle_128(key);
-  const uint64_t q_rope = descriptor_swizzle_128(query + kRope), k_rope = descriptor_swizzle_128(key + kRope);
+  const uint64_t q = descriptor_swizzle_128(query), k = descriptor_swizzle_128(key, kContentTiles * kAtomBytes);
+  const uint64_t q_rope = descriptor_swizzle_128(query + sizeof(Query::content));
+  const uint64_t k_rope = descriptor_swizzle_128(key + sizeof(Key::content));
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kKvLoraRank / 32; ++step) {
     constexpr int kStepsPerTile = kContentTile / 32;
-    const uint64_t offset = (step / kStepsPerTile * kRowTile * kContentTile + step % kStepsPerTile * 32) >> 4;
+    const uint64_t q_offset = (step / kStepsPerTile * kRowTile * kContentTile + step % kStepsPerTile * 32) >> 4;
+    const uint64_t k_offset = (step / kStepsPerTile * kAtomBytes + step % kStepsPerTile * 32) >> 4;
     if (step == 0) {
       wgmma_e4m3_n64_zero(s, q, k);
     } else {
-      wgmma_e4m3_n64(s, q + offset, k + offset);
+      wgmma_e4m3_n64(s, q + q_offset, k + k_offset);
     }
   }
 #pragma unroll
@@ -62,32 +64,65 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// One key block of a sequence. kMasked: some row does not see all of its keys.
-//   first_of_call: the tile's first row; block: its number in the sequence; first, last: of those that this part visits.
-template <int kGroupIndex, int kStage, bool kMasked>
+// Hides the keys of a block that a row does not see: their S becomes what makes the logit -inf, once it has been multiplied by the
+// key's scale; so no scale may stay 0, and those of slots past the end, which may be anything, become 1.
+__device__ __forceinline__ void hide_keys(float (&s)[32], const Params& p, const Rows& rows, uint32_t k_scale, int first_of_call,
+                                          int length, int block) {
+  const int thread = group_thread(), lane = thread % kWarp;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    // Of this lane's keys, by their distance from its first.
+    const int seen = visible_keys(p, length, first_of_call + first_row(thread) + 8 * i) - block * kBlockKeys - lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int l = 0; l < 2; ++l) {
+        if (j * 8 + l >= seen) s[4 * j + 2 * i + l] = copysignf(CUDART_INF_F, -rows.scale[i]);
+      }
+    }
+  }
+  for (int key = lane; key < kBlockKeys; key += kWarp) {  // each warp on its own: all write the same
+    const uint32_t scale = k_scale + key * sizeof(float);
+    if (key >= length - block * kBlockKeys) {
+      store_shared(scale, 1.f);
+    } else if (load_shared_float(scale) == 0.f) {
+      store_shared(scale, kLeastScale);
+    }
+  }
+  __syncwarp();
+}
+
+// One key block of a sequence.
+//   first_of_call: the tile's first row; block: its number in the sequence; masked: some row does not see all of its keys;
+//   first, last: of the blocks that this part visits; meanwhile: what to do while the tensor cores are at Q K^T.
+template <int kHalves, int kGroupIndex, int kStage, typename Meanwhile>
 __device__ __forceinline__ void softmax_block(const Storage& storage, const Params& p, Rows& rows, Parities& parities,
-                                              int first_of_call, int length, int block, bool first, bool last) {
+                                              int first_of_call, int length, int block, bool masked, bool first, bool last,
+                                              const Meanwhile& meanwhile) {
   const int thread = group_thread(), lane = thread % kWarp, warp = thread / kWarp;
   const int row = first_row(thread);
   const int column = lane % 4 * 2;  // in each group of eight keys, with the next one
   const bool leader = lane % 4 == 0;
-  const uint32_t k_scale = shared_address(storage.k_scale[kStage]) + column * sizeof(float);
+  const uint32_t k_scale = shared_address(storage.k_scale[kStage]);
 
   mbarrier_wait(shared_address(&storage.key_full[kStage]), parities.of(kStage));
   float s[32];
   multiply_qk(s, shared_address(&storage.query), shared_address(&storage.key[kStage]));
+  meanwhile();
   wgmma_wait<0>();
   wgmma_results(s);
-
-  const auto key_scale = [&](int j) { return load_shared_float2(k_scale + j * 8 * sizeof(float)); };  // of this lane's two keys
-
-  // The largest log2 P' = logit + log2 S_K of each row, P' before any reference. From here on s holds S times the key's scale,
-  // and for a hidden key what makes the logit -inf.
-  float largest[2] = {-CUDART_INF_F, -CUDART_INF_F};
-  int seen[2];  // of this lane's keys, by their distance from the first
-  for (int i = 0; kMasked && i < 2; ++i) {
-    seen[i] = visible_keys(p, length, first_of_call + row + 8 * i) - block * kBlockKeys - column;
+  if (kHalves == 1 && warp >= kGroupWarps / 2) {  // no rows of theirs
+    parities.advance(kStage);
+    return;
   }
+
+  const auto key_scale = [&](int j) {  // of this lane's two keys
+    return load_shared_float2(k_scale + (column + j * 8) * sizeof(float));
+  };
+  if (masked) hide_keys(s, p, rows, k_scale, first_of_call, length, block);
+
+  // The largest log2 P' = logit + log2 S_K of each row, P' before any reference. From here on s holds S times the key's scale.
+  float largest[2] = {-CUDART_INF_F, -CUDART_INF_F};
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float2 scale = key_scale(j);
@@ -98,8 +133,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
       for (int l = 0; l < 2; ++l) {
         float& x = s[4 * j + 2 * i + l];
         x *= l ? scale.y : scale.x;
-        if (kMasked && j * 8 + l >= seen[i]) x = copysignf(CUDART_INF_F, -rows.scale[i]);
-        largest[i] = fmaxf(largest[i], fmaf(x, rows.scale[i], log_scale[l]));  // drops the NaN of a slot past the end
+        largest[i] = fmaxf(largest[i], fmaf(x, rows.scale[i], log_scale[l]));
       }
     }
   }
@@ -109,7 +143,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
   // The reference: the block's own (sigma_P e^m of Algorithm 1), or the one before while that is close enough.
   Reference before[2] = {{0.f, kNoReference}, {0.f, kNoReference}};
   if (!first) {
-    named_sync(kReferenceFrom + 1 - kGroupIndex, kSoftmaxThreads);
+    named_sync(kReferenceFrom + 1 - kGroupIndex, kSoftmaxThreads / 2 * kHalves);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float2 r = load_shared_float2(shared_address(&storage.reference[1 - kGroupIndex][row + 8 * i]));
@@ -131,7 +165,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
     rows.sum[i] *= exp2_approx(rows.reference[i] - now);  // the group's last block may lie further back than `before`
     rows.reference[i] = now;
   }
-  if (!last) named_arrive(kReferenceFrom + kGroupIndex, kSoftmaxThreads);
+  if (!last) named_arrive(kReferenceFrom + kGroupIndex, kSoftmaxThreads / 2 * kHalves);
 
   mbarrier_wait(shared_address(&storage.p_empty[kStage]), parities.before(kStage));
   const uint32_t any_moved = (__any_sync(~0u, moved[0]) ? 1 : 0) | (__any_sync(~0u, moved[1]) ? 1 << 8 : 0);
@@ -153,8 +187,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
           float& x = s[4 * j + 2 * i + l];
           x = exp2_approx(fmaf(x, rows.scale[i], -rows.reference[i]));
           sum[i] += x;
-          // Scale fusion: V is the content without its scale. That of a slot past the end may be NaN.
-          x = kMasked && x == 0.f ? 0.f : x * (l ? scale.y : scale.x);
+          x *= l ? scale.y : scale.x;  // scale fusion: V is the content without its scale
         }
       }
     }
@@ -175,24 +208,43 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
   parities.advance(kStage);
 }
 
-// Asks for the queries of a row tile; rows past the last one read as zeros.
-__device__ __forceinline__ void load_query(const Storage& storage, const CUtensorMap* content, const CUtensorMap* rope, int tile,
-                                           int sequence) {
-  const uint32_t full = shared_address(&storage.query_full);
-  mbarrier_arrive_expect(full, sizeof(Latents));
-  for (int t = 0; t < kContentTiles; ++t) {
-    tma_load_3d(shared_address(storage.query.content[t]), content, full, t * kContentTile, tile * kRowTile, sequence);
-  }
-  tma_load_3d(shared_address(storage.query.rope), rope, full, 0, tile * kRowTile, sequence);
+// Asks the copy engine for a key block.
+__device__ __forceinline__ void load_key(const Storage& storage, const TensorMaps& maps, const Params& p, int stage, int page) {
+  const Key& key = storage.key[stage];
+  const uint32_t full = shared_address(&storage.key_full[stage]);
+  mbarrier_arrive_expect(full, sizeof(Key) + sizeof(storage.k_scale[0]));
+  tma_load_5d(shared_address(key.content), &maps.k_content, full, 0, 0, 0, 0, page);
+  tma_load_3d(shared_address(key.rope), &maps.k_rope, full, 0, 0, page);
+  bulk_load(shared_address(storage.k_scale[stage]), p.scale_cache + page * p.scale_page_stride, sizeof(storage.k_scale[0]), full);
 }
 
-template <int kGroupIndex>
-__device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap* q_content, const CUtensorMap* q_rope,
-                                             const Params& p, int tile, int part) {
+// Asks for the queries of a row tile; rows past the last one read as zeros.
+__device__ __forceinline__ void load_query(const Storage& storage, const TensorMaps& maps, int tile, int sequence) {
+  const uint32_t full = shared_address(&storage.query_full);
+  mbarrier_arrive_expect(full, sizeof(Query));
+  for (int t = 0; t < kContentTiles; ++t) {
+    tma_load_3d(shared_address(storage.query.content[t]), &maps.q_content, full, t * kContentTile, tile * kRowTile, sequence);
+  }
+  tma_load_3d(shared_address(storage.query.rope), &maps.q_rope, full, 0, tile * kRowTile, sequence);
+}
+
+template <int kHalves, int kGroupIndex>
+__device__ __forceinline__ void softmax_role(Storage& storage, const TensorMaps& maps, const Params& p, int tile) {
   const int first_of_call = tile * kRowTile;
   Parities parities;
+  // Asks for a key block once the PV groups have released its stage. Each stage has another warp for it, one without rows if there
+  // is: such a warp is never late.
+  const auto load = [&](auto stage, int page) {
+    constexpr int kStage = decltype(stage)::value, kWarpOfStage = kHalves == 2 ? kStage : 2 + kStage / 2;
+    mbarrier_wait(shared_address(&storage.key_empty[kStage]), parities.before(kStage));
+    if (elect_one() && group_thread() / kWarp == kWarpOfStage) load_key(storage, maps, p, kStage, page);
+  };
+  const auto first_load = [&](auto stage, const Piece& piece, const int* pages) {
+    constexpr int kStage = decltype(stage)::value;
+    if (piece.begin + kStage < piece.end) load(stage, pages[piece.begin + kStage]);
+  };
 
-  for_each_piece(p, part, storage.boundaries, [&](int sequence, const Piece& piece) {
+  for_each_piece(p, storage.boundaries, [&](int sequence, const Piece& piece) {
     int row = first_row(group_thread());
     if (piece.begin == piece.end) {  // an empty sequence
       for (int i = 0; i < 2; ++i) {
@@ -201,7 +253,12 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap
       }
       return;
     }
-    if (kGroupIndex == 0 && threadIdx.x == 0) load_query(storage, q_content, q_rope, tile, sequence);
+    if (kGroupIndex == 0 && threadIdx.x == 0) load_query(storage, maps, tile, sequence);
+    const int* pages = p.block_table + sequence * p.block_table_stride;
+    first_load(std::integral_constant<int, kGroupIndex>(), piece, pages);
+    first_load(std::integral_constant<int, kGroupIndex + 2>(), piece, pages);
+    int page = 0;
+    bool requested = false;
     Rows rows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -214,16 +271,24 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap
     __syncwarp();
     mbarrier_wait(shared_address(&storage.query_full), parities.of(kSequence));
 
-    const int all_visible = visible_keys(p, piece.length, 0);  // blocks up to there need no mask
+    const int all_visible = visible_keys(p, piece.length, 0);  // keys that every row sees
     const auto visit = [&](auto stage, int block) {
       constexpr int kStage = decltype(stage)::value;
       if (block >= piece.end) return;
+      if (block >= piece.begin + kStages && !requested) load(stage, page);
+      requested = false;
+      if (block + 2 < piece.end) page = pages[block + 2];
+      const auto meanwhile = [&] {  // the stage of the group's next block may be free already
+        constexpr int kOther = kStage ^ 2;
+        if (kHalves == 2 && block + 2 >= piece.begin + kStages && block + 2 < piece.end &&
+            mbarrier_test(shared_address(&storage.key_empty[kOther]), parities.before(kOther))) {
+          if (elect_one() && group_thread() / kWarp == kOther) load_key(storage, maps, p, kOther, page);
+          requested = true;
+        }
+      };
       const bool first = block == piece.begin, last = block + 1 == piece.end;
-      if ((block + 1) * kBlockKeys <= all_visible) {
-        softmax_block<kGroupIndex, kStage, false>(storage, p, rows, parities, first_of_call, piece.length, block, first, last);
-      } else {
-        softmax_block<kGroupIndex, kStage, true>(storage, p, rows, parities, first_of_call, piece.length, block, first, last);
-      }
+      softmax_block<kHalves, kGroupIndex, kStage>(storage, p, rows, parities, first_of_call, piece.length, block,
+                                                  (block + 1) * kBlockKeys > all_visible, first, last, meanwhile);
     };
     for (int block = piece.begin + kGroupIndex; block < piece.end; block += kStages) {
       visit(std::integral_constant<int, kGroupIndex>(), block);
@@ -245,6 +310,7 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap
     if (kGroupIndex == 0) mbarrier_wait(shared_address(&storage.sum_empty), parities.before(kSequence));
     named_sync_roles(kSoftmaxDone, kSoftmaxThreads);
     if (kGroupIndex == 0) {
+      const int slot = piece.slot();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int tile_row = row + 8 * i, r = first_of_call + tile_row;
@@ -253,8 +319,8 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const CUtensorMap
         const float lse = reference[i] + log2f(sum);
         if (leader) {
           storage.inverse_sum[tile_row] = sees_none ? 0.f : 1.f / sum;
-          if (piece.slot >= 0) {
-            p.partial_lse[p.partial_row(tile, piece.slot, tile_row)] = sees_none ? -CUDART_INF_F : lse;
+          if (slot >= 0) {
+            p.partial_lse[p.partial_row(tile, slot, tile_row)] = sees_none ? -CUDART_INF_F : lse;
           } else if (r < p.rows) {
             p.lse[p.lse_index(sequence, r)] = sees_none ? CUDART_INF_F : lse * kLn2;
           }

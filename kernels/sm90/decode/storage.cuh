@@ -11,11 +11,19 @@ namespace snapmla::decode {
 constexpr int kContentTile = 128;  // content columns of one copy: the 128-byte swizzle's width
 constexpr int kContentTiles = kKvLoraRank / kContentTile;
 
-// 64 rows of e4m3 content and BF16 RoPE as the copy engine leaves them: four tiles of 64 rows of 128 bytes, and one for RoPE,
-// the 16-byte pieces of each row swizzled.
-struct Latents {
+constexpr int kAtomRows = 8;  // of the 128-byte swizzle
+constexpr int kAtomBytes = kAtomRows * kContentTile;
+constexpr int kBlockAtoms = kBlockKeys / kAtomRows;
+
+// 64 rows of e4m3 content and BF16 RoPE as the copy engine leaves them: in rows of 128 bytes, the 16-byte pieces of each swizzled.
+struct Query {
   uint8_t content[kContentTiles][kRowTile][kContentTile];
   uint8_t rope[kRowTile][2 * kQkRopeHeadDim];
+};
+// Keys come eight at a time with all of their content, so that the copy engine reads memory in order.
+struct Key {
+  uint8_t content[kBlockAtoms][kContentTiles][kAtomRows][kContentTile];
+  uint8_t rope[kBlockKeys][2 * kQkRopeHeadDim];
 };
 
 // The reference of a row, in log2 units: the exponent that P' is divided by, and the highest so far.
@@ -24,8 +32,8 @@ struct Reference {
 };
 
 struct alignas(1024) Storage {
-  Latents query;
-  Latents key[kStages];
+  Query query;
+  Key key[kStages];
   // P in e4m3, [row][key], keys of 16 in the order in which a lane holds them (README.md), 16-byte pieces swizzled.
   uint8_t p[kStages][kRowTile][kBlockKeys];
   float k_scale[kStages][kBlockKeys];
@@ -38,8 +46,8 @@ struct alignas(1024) Storage {
 
   // mbarriers                   completed by                            waited for by
   uint64_t query_full;           // the copy engine                      both softmax groups: Q of a sequence
-  uint64_t key_full[kStages];    // the copy engine (4 warps announce)   softmax group (QK), both PV groups (V)
-  uint64_t key_empty[kStages];   // 8 warps of the PV groups             the warps of PV group 1 that refill the stage
+  uint64_t key_full[kStages];    // the copy engine (a warp announces)    softmax group (QK), both PV groups (V)
+  uint64_t key_empty[kStages];   // 8 warps of the PV groups             the warp that refills the stage
   uint64_t p_full[kStages];      // 4 warps of the block's softmax group both PV groups: P, gamma, moved
   uint64_t p_empty[kStages];     // 8 warps of the PV groups             the block's softmax group
   uint64_t sum_full;             // 4 warps of softmax group 0           both PV groups: inverse_sum of a sequence
