@@ -1,6 +1,6 @@
 """How a decode call is split over thread blocks: the rule of kernels/sm90/decode/schedule.cuh.
 
-A sequence costs `SEQUENCE_COST` plus its pages. Laid end to end, the sequences make a line that is cut into equal
+A sequence costs `SEQUENCE_COST` plus its key blocks. Laid end to end, the sequences make a line that is cut into equal
 parts, each visited by its own thread blocks (one for each tile of `ROW_TILE` rows); a sequence that is cut has its
 parts combined afterwards. Lengths are read on the device only, so that a captured CUDA graph follows new ones.
 """
@@ -15,10 +15,13 @@ from snapmla.layout import PAGE_SIZE
 ROW_TILE = 64
 """Rows (a query of a head each) of one thread block."""
 
-SEQUENCE_COST = 4
-"""What a sequence costs besides its pages, in pages: its queries' load, the pipeline's start, its results."""
+BLOCK_KEYS = 2 * PAGE_SIZE
+"""Keys of one step of the kernel's main loop: they share a row's reference and an accumulator (`Rules.block`)."""
 
-LEAST_SHARE = 3
+SEQUENCE_COST = 2
+"""What a sequence costs besides its key blocks, in blocks: its queries' load, the pipeline's start, its results."""
+
+LEAST_SHARE = 2
 """The least cost that a part is given: below, combining the parts costs more than it saves."""
 
 
@@ -41,13 +44,14 @@ def boundaries(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
         parts: how many.
 
     Returns:
-        int32 [parts + 1, 2]: sequence and page of it; part p visits the pages from boundary p to boundary p + 1.
+        int32 [parts + 1, 2]: sequence and key block of it; part p visits the blocks from boundary p to boundary p + 1.
     """
-    pages = (cache_seqlens.long().clamp_min(0) + PAGE_SIZE - 1).div(PAGE_SIZE, rounding_mode="floor")
-    ends = (pages.clamp_max(max_pages) + SEQUENCE_COST).cumsum(0)
+    lengths = cache_seqlens.long().clamp(0, max_pages * PAGE_SIZE)
+    blocks = (lengths + BLOCK_KEYS - 1).div(BLOCK_KEYS, rounding_mode="floor")
+    ends = (blocks + SEQUENCE_COST).cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
     cuts = torch.arange(parts + 1) * max(-(-total // parts), LEAST_SHARE)
     sequence = torch.searchsorted(ends, cuts, right=True)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])[sequence]
-    page = torch.where(cuts >= total, 0, (cuts - starts - SEQUENCE_COST).clamp_min(0))
-    return torch.stack([sequence, page], 1).int()
+    block = torch.where(cuts >= total, 0, (cuts - starts - SEQUENCE_COST).clamp_min(0))
+    return torch.stack([sequence, block], 1).int()

@@ -109,7 +109,7 @@ class TestInstructions:
         )
         assert set(used) == {qk, pv, rope}
         assert used[qk] == 2 * 4 * 512 // 32 and used[rope] == 2 * 4 * 64 // 16
-        assert used[pv] == 4 * (2 + 1) * 2  # column tiles, halves of the rows, steps of 32 keys
+        assert used[pv] == 4 * (2 + 1) * 128 // 32  # column tiles, halves of the rows, steps of a block
 
     def test_nothing_lies_in_local_memory(self, sass):
         for name, text in sass.items():

@@ -13,7 +13,7 @@ import pytest
 from snapmla import layout, native, quantization
 from snapmla.experiments import kernels
 from snapmla.reference.emulated import DROP_BITS, KEEP_BITS
-from snapmla.schedule import LEAST_SHARE, ROW_TILE, SEQUENCE_COST
+from snapmla.schedule import BLOCK_KEYS, LEAST_SHARE, ROW_TILE, SEQUENCE_COST
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 NVCC = subprocess.run(
@@ -47,6 +47,7 @@ def test_decode_rules_are_the_librarys():
     assert float(found["kKeepBits"].rstrip("f")) == KEEP_BITS
     assert float(found["kDropBits"].rstrip("f")) == DROP_BITS
     assert int(found["kRowTile"]) == ROW_TILE
+    assert int(found["kBlockPages"]) * layout.PAGE_SIZE == BLOCK_KEYS
     assert int(found["kSequenceCost"]) == SEQUENCE_COST
     assert int(found["kLeastShare"]) == LEAST_SHARE
 

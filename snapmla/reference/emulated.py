@@ -36,6 +36,7 @@ from snapmla.layout import PAGE_SIZE
 from snapmla.quantization import E4M3_MAX, Quantized, to_e4m3
 from snapmla.reference.accumulation import FLOAT32_ADDS, PROMOTED, Accumulation
 from snapmla.reference.exact import visible_keys
+from snapmla.schedule import BLOCK_KEYS
 
 LOG2_E = math.log2(math.e)
 LOG2_E4M3_MAX = math.log2(E4M3_MAX)
@@ -68,10 +69,10 @@ class Rules:
 
 ALGORITHM_1 = Rules()
 
-KERNEL = Rules(keep_bits=KEEP_BITS, accumulation=PROMOTED)
+KERNEL = Rules(block=BLOCK_KEYS, keep_bits=KEEP_BITS, accumulation=PROMOTED)
 """What the decode kernel (kernels/sm90/decode) computes."""
 
-KERNEL_FLOAT32_ADDS = Rules(keep_bits=KEEP_BITS)
+KERNEL_FLOAT32_ADDS = Rules(block=BLOCK_KEYS, keep_bits=KEEP_BITS)
 """The same without the tensor cores' truncation, whose model is slow: what CPU tensors get."""
 
 

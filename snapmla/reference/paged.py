@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snapmla.layout import KV_LORA_RANK, PAGE_SIZE, QK_ROPE_HEAD_DIM
+from snapmla.layout import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla.quantization import E4M3, Quantized
 from snapmla.reference.emulated import KERNEL_FLOAT32_ADDS, Rules, emulated_attention
 from snapmla.reference.exact import visible_keys
+from snapmla.schedule import BLOCK_KEYS
 
 
 def stored_tokens(planes: tuple[Tensor, Tensor, Tensor], pages: Tensor, length: int) -> Quantized:
@@ -24,7 +25,7 @@ def stored_tokens(planes: tuple[Tensor, Tensor, Tensor], pages: Tensor, length: 
 def cuts_of(schedule: Tensor, sequence: int, length: int) -> list[int]:
     """The tokens at which a schedule (`snapmla.schedule.boundaries`) cuts a sequence."""
     inside = schedule[schedule[:, 0] == sequence, 1].unique().tolist()
-    return [page * PAGE_SIZE for page in inside if 0 < page * PAGE_SIZE < length]
+    return [block * BLOCK_KEYS for block in inside if 0 < block * BLOCK_KEYS < length]
 
 
 def emulated_sequence(

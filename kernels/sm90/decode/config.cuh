@@ -7,17 +7,19 @@
 
 namespace snapmla::decode {
 
-constexpr int kBlockKeys = kPageSize;  // keys of one step of the main loop (BlockN): a page
-constexpr int kRowTile = 64;           // rows (a query of a head each) of one thread block
-constexpr int kStages = 4;             // key blocks in shared memory; each has its own buffer for P
+// Keys of one step of the main loop (BlockN): they share a row's reference, and their products one accumulator (Rules.block).
+constexpr int kBlockPages = 2;
+constexpr int kBlockKeys = kBlockPages * kPageSize;
+constexpr int kRowTile = 64;  // rows (a query of a head each) of one thread block
+constexpr int kStages = 2;    // key blocks in shared memory; each has its own buffer for P
 
 // P's reference is kept while a block's largest P' lies at most this many bits below it (Rules.keep_bits).
 constexpr float kKeepBits = 12.f;
 // A reference is never more than this many bits below the row's highest: the outputs' units cannot overflow (Rules.drop_bits).
 constexpr float kDropBits = 40.f;
 
-// Warp groups, in this order: two compute QK and the softmax (even and odd key blocks), two PV (output columns 0–255, 256–511).
-constexpr int kSoftmaxGroups = 2;
+// Warp groups, in this order: two compute QK and the softmax (a page of each block), two PV (output columns 0–255, 256–511).
+constexpr int kSoftmaxGroups = kBlockPages;
 constexpr int kValueGroups = 2;
 constexpr int kGroup = 128;  // threads of a warp group
 constexpr int kGroupWarps = 4;
@@ -26,14 +28,14 @@ constexpr int kThreads = (kSoftmaxGroups + kValueGroups) * kGroup;
 constexpr int kHalfRows = kRowTile / 2;
 // Registers a thread of each role; 128 on average is what 512 threads get, and setmaxnreg must hand out.
 template <int kHalves>
-constexpr int kSoftmaxRegisters = kHalves == 2 ? 72 : 104;
+constexpr int kSoftmaxRegisters = kHalves == 2 ? 72 : 80;
 template <int kHalves>
 constexpr int kValueRegisters = 2 * 128 - kSoftmaxRegisters<kHalves>;
 
 // What a sequence costs besides its key blocks, in key blocks: its queries' load, pipeline start and results.
-constexpr int kSequenceCost = 4;
+constexpr int kSequenceCost = 2;
 // The least a part is given: below, combining the parts costs more than it saves.
-constexpr int kLeastShare = 3;
+constexpr int kLeastShare = 2;
 
 constexpr float kLn2 = 0.693147181f;
 

@@ -25,13 +25,13 @@ PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// A cache's content [pages, 64, 512] in the order of `Key`, a page at a time. Stride of pages in bytes. L2 fetches no more than
+// A cache's content [pages, 64, 512] in the order of `Page`, a page at a time. Stride of pages in bytes. L2 fetches no more than
 // asked for: with its promotion to 256 bytes pages stream at 4.14 instead of 4.43 TB/s (../../LOG.md).
 CUresult describe_keys(CUtensorMap* map, const void* base, uint64_t pages, uint64_t page_stride) {
   constexpr uint64_t kRow = kKvLoraRank;
-  const cuuint64_t sizes[] = {kContentTile, kAtomRows, kContentTiles, kBlockAtoms, pages};
+  const cuuint64_t sizes[] = {kContentTile, kAtomRows, kContentTiles, kPageAtoms, pages};
   const cuuint64_t strides[] = {kRow, kContentTile, kAtomRows * kRow, page_stride};
-  const cuuint32_t box[] = {kContentTile, kAtomRows, kContentTiles, kBlockAtoms, 1}, steps[] = {1, 1, 1, 1, 1};
+  const cuuint32_t box[] = {kContentTile, kAtomRows, kContentTiles, kPageAtoms, 1}, steps[] = {1, 1, 1, 1, 1};
   const auto encode = tensor_map_encoder();
   if (!encode) return CUDA_ERROR_NOT_FOUND;
   return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, const_cast<void*>(base), sizes, strides, box, steps,

@@ -18,10 +18,9 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     constexpr int kValueWarps = kValueGroups * kGroupWarps;
     mbarrier_init(shared_address(&storage.query_full), 1);
     for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(shared_address(&storage.key_full[stage]), 1);
-      mbarrier_init(shared_address(&storage.key_empty[stage]), kValueWarps);
-      mbarrier_init(shared_address(&storage.p_full[stage]), kGroupWarps / 2 * kHalves);
-      mbarrier_init(shared_address(&storage.p_empty[stage]), kValueWarps);
+      for (int page = 0; page < kBlockPages; ++page) mbarrier_init(shared_address(&storage.key_full[stage][page]), 1);
+      mbarrier_init(shared_address(&storage.p_full[stage]), kSoftmaxGroups * kGroupWarps / 2 * kHalves);
+      mbarrier_init(shared_address(&storage.block_empty[stage]), kValueWarps);
     }
     mbarrier_init(shared_address(&storage.sum_full), kGroupWarps);
     mbarrier_init(shared_address(&storage.sum_empty), kValueWarps);

@@ -16,6 +16,12 @@ struct Boundary {
   int block;  // of that sequence
 };
 
+// Tokens of a sequence; a length that block_table has no room for is cut.
+__device__ inline int length_of(const int* cache_seqlens, unsigned sequence, int max_pages) {
+  const int64_t capacity = int64_t(max_pages) * kPageSize;
+  return int(max(int64_t(0), min(int64_t(cache_seqlens[sequence]), capacity)));
+}
+
 struct Params {
   const float* q_scale;        // [batch, rows]
   const int* block_table;      // [batch, max_pages], rows block_table_stride apart
@@ -34,14 +40,10 @@ struct Params {
   float scale_log2;  // softmax_scale log2(e)
   bool causal;
 
-  // Tokens of a sequence; a length that block_table has no room for is cut.
-  __device__ int length(int sequence) const {
-    const int64_t capacity = int64_t(max_pages) * kPageSize;
-    return max(int64_t(0), min(int64_t(cache_seqlens[sequence]), capacity));
-  }
+  __device__ int length(unsigned sequence) const { return length_of(cache_seqlens, sequence, max_pages); }
   // Where the result of a row of one sequence goes.
-  __device__ int64_t out_row(int sequence, int row) const { return (int64_t(sequence) * rows + row) * kKvLoraRank; }
-  __device__ int64_t lse_index(int sequence, int row) const {
+  __device__ int64_t out_row(unsigned sequence, int row) const { return (int64_t(sequence) * rows + row) * kKvLoraRank; }
+  __device__ int64_t lse_index(unsigned sequence, int row) const {
     return (int64_t(sequence) * heads + row % heads) * s_q + row / heads;
   }
   __device__ int64_t partial_row(int tile, int slot, int row) const {
@@ -58,16 +60,19 @@ struct TensorMaps {
   CUtensorMap k_rope;             // [64, 64, pages] BF16
 };
 
+// A value that all lanes hold, in a register that they share: the compiler cannot know it of what was loaded.
+__device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(~0u, x); }
+
 // The blocks that a part (blockIdx.y) visits of one sequence.
 struct Piece {
   int length;      // tokens of the sequence
   int begin, end;  // its blocks
 
-  __device__ Piece(const Params& p, const Boundary& first, const Boundary& last, int sequence)
-      : length(p.length(sequence)) {
+  __device__ Piece(const Params& p, const Boundary& first, const Boundary& last, unsigned sequence)
+      : length(uniform(p.length(sequence))) {
     const int blocks = blocks_of(length);
-    begin = sequence == first.sequence ? first.block : 0;
-    end = sequence == last.sequence ? last.block : blocks;
+    begin = sequence == unsigned(first.sequence) ? first.block : 0;
+    end = sequence == unsigned(last.sequence) ? last.block : blocks;
   }
   // Where the result goes: a slot of the partial ones, or, if negative, `out` and `lse`. Asked for at the end and from what is read
   // afresh: a register that held it would be held through the loop over blocks.
@@ -78,12 +83,21 @@ struct Piece {
   }
 };
 
-// Visits the pieces of the part between two boundaries, which lie in shared memory: registers are short in the roles.
+// The piece of a sequence between two boundaries.
+__device__ __forceinline__ Piece piece_of(const Params& p, const Boundary (&boundaries)[2], unsigned sequence) {
+  const Boundary first = {uniform(boundaries[0].sequence), uniform(boundaries[0].block)};
+  const Boundary last = {uniform(boundaries[1].sequence), uniform(boundaries[1].block)};
+  return Piece(p, first, last, sequence);
+}
+
+// Visits the pieces of the part between two boundaries, which lie in shared memory and are read there again for each piece:
+// registers are short in the roles.
 template <typename Visit>
 __device__ __forceinline__ void for_each_piece(const Params& p, const Boundary (&boundaries)[2], const Visit& visit) {
-  const Boundary &first = boundaries[0], &last = boundaries[1];
-  for (int sequence = first.sequence; sequence < last.sequence || (sequence == last.sequence && last.block > 0); ++sequence) {
-    visit(sequence, Piece(p, first, last, sequence));
+  for (unsigned sequence = uniform(boundaries[0].sequence);; ++sequence) {
+    const unsigned last = uniform(boundaries[1].sequence);
+    if (sequence > last || (sequence == last && uniform(boundaries[1].block) == 0)) break;
+    visit(sequence, piece_of(p, boundaries, sequence));
   }
 }
 

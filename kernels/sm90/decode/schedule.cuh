@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kScheduleThreads) schedule_kernel(const int* c
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int each = (batch + kScheduleThreads - 1) / kScheduleThreads;
   const int begin = min(int(threadIdx.x) * each, batch), end = min(begin + each, batch);
-  const auto blocks = [&](int sequence) { return min(blocks_of(max(cache_seqlens[sequence], 0)), max_pages); };
+  const auto blocks = [&](int sequence) { return blocks_of(length_of(cache_seqlens, sequence, max_pages)); };
 
   int64_t own = 0;
   for (int sequence = begin; sequence < end; ++sequence) own += kSequenceCost + blocks(sequence);

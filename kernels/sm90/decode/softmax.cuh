@@ -19,8 +19,9 @@ constexpr int kSoftmaxThreads = kSoftmaxGroups * kGroup;
 // What a thread knows of its two rows (8 apart) while it goes through a sequence.
 struct Rows {
   float scale[2];      // log2(e) softmax_scale q_scale: from S times the key's scale to a base-2 logit
-  float reference[2];  // at the group's last block
-  float sum[2];        // of exponentials over the group's blocks, in units of 2^reference
+  float reference[2];  // the exponent that P' is divided by, in log2 units; the same in both groups
+  float highest[2];    // of its references so far
+  float sum[2];        // of exponentials over the group's pages, in units of 2^reference
 };
 
 // The first of a thread's two rows in its tile.
@@ -35,7 +36,7 @@ __device__ __forceinline__ int visible_keys(const Params& p, int length, int row
 __device__ __forceinline__ void multiply_qk(float (&s)[32], uint32_t query, uint32_t key) {
   const uint64_t q = descriptor_swizzle_128(query), k = descriptor_swizzle_128(key, kContentTiles * kAtomBytes);
   const uint64_t q_rope = descriptor_swizzle_128(query + sizeof(Query::content));
-  const uint64_t k_rope = descriptor_swizzle_128(key + sizeof(Key::content));
+  const uint64_t k_rope = descriptor_swizzle_128(key + sizeof(Page::content));
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kKvLoraRank / 32; ++step) {
@@ -64,15 +65,15 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Hides the keys of a block that a row does not see: their S becomes what makes the logit -inf, once it has been multiplied by the
+// Hides the keys of a page (of the sequence) that a row does not see: their S becomes what makes the logit -inf, once it has been multiplied by the
 // key's scale; so no scale may stay 0, and those of slots past the end, which may be anything, become 1.
 __device__ __forceinline__ void hide_keys(float (&s)[32], const Params& p, const Rows& rows, uint32_t k_scale, int first_of_call,
-                                          int length, int block) {
+                                          int length, int page) {
   const int thread = group_thread(), lane = thread % kWarp;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     // Of this lane's keys, by their distance from its first.
-    const int seen = visible_keys(p, length, first_of_call + first_row(thread) + 8 * i) - block * kBlockKeys - lane % 4 * 2;
+    const int seen = visible_keys(p, length, first_of_call + first_row(thread) + 8 * i) - page * kPageSize - lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -81,9 +82,9 @@ __device__ __forceinline__ void hide_keys(float (&s)[32], const Params& p, const
       }
     }
   }
-  for (int key = lane; key < kBlockKeys; key += kWarp) {  // each warp on its own: all write the same
+  for (int key = lane; key < kPageSize; key += kWarp) {  // each warp on its own: all write the same
     const uint32_t scale = k_scale + key * sizeof(float);
-    if (key >= length - block * kBlockKeys) {
+    if (key >= length - page * kPageSize) {
       store_shared(scale, 1.f);
     } else if (load_shared_float(scale) == 0.f) {
       store_shared(scale, kLeastScale);
@@ -92,23 +93,21 @@ __device__ __forceinline__ void hide_keys(float (&s)[32], const Params& p, const
   __syncwarp();
 }
 
-// One key block of a sequence.
-//   first_of_call: the tile's first row; block: its number in the sequence; masked: some row does not see all of its keys;
-//   first, last: of the blocks that this part visits; meanwhile: what to do while the tensor cores are at Q K^T.
+// A group's page of one key block of a sequence.
+//   first_of_call: the tile's first row; page: its number in the sequence; masked: some row does not see all of its keys;
+//   first: of the blocks that this part visits; meanwhile: what to do once the maxima are known.
 template <int kHalves, int kGroupIndex, int kStage, typename Meanwhile>
-__device__ __forceinline__ void softmax_block(const Storage& storage, const Params& p, Rows& rows, Parities& parities,
-                                              int first_of_call, int length, int block, bool masked, bool first, bool last,
-                                              const Meanwhile& meanwhile) {
+__device__ __forceinline__ void softmax_page(const Storage& storage, const Params& p, Rows& rows, Parities& parities, int first_of_call,
+                                             int length, int page, bool masked, bool first, const Meanwhile& meanwhile) {
   const int thread = group_thread(), lane = thread % kWarp, warp = thread / kWarp;
   const int row = first_row(thread);
   const int column = lane % 4 * 2;  // in each group of eight keys, with the next one
   const bool leader = lane % 4 == 0;
-  const uint32_t k_scale = shared_address(storage.k_scale[kStage]);
+  const uint32_t k_scale = shared_address(storage.k_scale[kStage][kGroupIndex]);
 
-  mbarrier_wait(shared_address(&storage.key_full[kStage]), parities.of(kStage));
+  mbarrier_wait(shared_address(&storage.key_full[kStage][kGroupIndex]), parities.of(kStage));
   float s[32];
-  multiply_qk(s, shared_address(&storage.query), shared_address(&storage.key[kStage]));
-  meanwhile();
+  multiply_qk(s, shared_address(&storage.query), shared_address(&storage.key[kStage][kGroupIndex]));
   wgmma_wait<0>();
   wgmma_results(s);
   if (kHalves == 1 && warp >= kGroupWarps / 2) {  // no rows of theirs
@@ -119,7 +118,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
   const auto key_scale = [&](int j) {  // of this lane's two keys
     return load_shared_float2(k_scale + (column + j * 8) * sizeof(float));
   };
-  if (masked) hide_keys(s, p, rows, k_scale, first_of_call, length, block);
+  if (masked) hide_keys(s, p, rows, k_scale, first_of_call, length, page);
 
   // The largest log2 P' = logit + log2 S_K of each row, P' before any reference. From here on s holds S times the key's scale.
   float largest[2] = {-CUDART_INF_F, -CUDART_INF_F};
@@ -140,41 +139,41 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
   largest[0] = quad_max(largest[0]);
   largest[1] = quad_max(largest[1]);
 
-  // The reference: the block's own (sigma_P e^m of Algorithm 1), or the one before while that is close enough.
-  Reference before[2] = {{0.f, kNoReference}, {0.f, kNoReference}};
-  if (!first) {
-    named_sync(kReferenceFrom + 1 - kGroupIndex, kSoftmaxThreads / 2 * kHalves);
+  // Of the whole block: the other group has the other page's.
+  constexpr int kActive = kSoftmaxThreads / 2 * kHalves;
+  const uint32_t own_largest = shared_address(&storage.largest[kStage][kGroupIndex][row]);
+  const uint32_t other_largest = shared_address(&storage.largest[kStage][1 - kGroupIndex][row]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 r = load_shared_float2(shared_address(&storage.reference[1 - kGroupIndex][row + 8 * i]));
-      before[i] = {r.x, r.y};
-    }
+  for (int i = 0; i < 2; ++i) {
+    if (leader) store_shared(own_largest + i * 8 * sizeof(float), largest[i]);
   }
+  named_sync_roles(kMaximaKnown, kActive);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) largest[i] = fmaxf(largest[i], load_shared_float(other_largest + i * 8 * sizeof(float)));
+  meanwhile();
+
+  // The reference: the block's own (sigma_P e^m of Algorithm 1), or the one before while that is close enough.
   float gamma[2];  // what sums in the old reference's units are multiplied by
   bool moved[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float own = largest[i] - kLog2E4m3Max, above = own - before[i].now;
+    const float own = largest[i] - kLog2E4m3Max, before = rows.reference[i], above = own - before;
     const bool padding = first_of_call + row + 8 * i >= p.rows;
     moved[i] = (first || !(above <= 0.f && above >= -kKeepBits)) && largest[i] != -CUDART_INF_F && !padding;
-    const float now = padding ? 0.f : moved[i] ? fmaxf(own, before[i].highest - kDropBits) : before[i].now;
-    if (leader) {
-      store_shared(shared_address(&storage.reference[kGroupIndex][row + 8 * i]), make_float2(now, fmaxf(before[i].highest, now)));
-    }
-    gamma[i] = first ? 0.f : exp2_approx(before[i].now - now);
-    rows.sum[i] *= exp2_approx(rows.reference[i] - now);  // the group's last block may lie further back than `before`
-    rows.reference[i] = now;
+    if (moved[i]) rows.reference[i] = fmaxf(own, rows.highest[i] - kDropBits);
+    rows.highest[i] = fmaxf(rows.highest[i], rows.reference[i]);
+    gamma[i] = first ? 0.f : exp2_approx(before - rows.reference[i]);
+    rows.sum[i] *= gamma[i];
   }
-  if (!last) named_arrive(kReferenceFrom + kGroupIndex, kSoftmaxThreads / 2 * kHalves);
-
-  mbarrier_wait(shared_address(&storage.p_empty[kStage]), parities.before(kStage));
-  const uint32_t any_moved = (__any_sync(~0u, moved[0]) ? 1 : 0) | (__any_sync(~0u, moved[1]) ? 1 << 8 : 0);
-  if (lane == 0) store_shared(shared_address(&storage.moved[kStage][2 * warp]), uint16_t(any_moved));
+  if (kGroupIndex == 0) {
+    const uint32_t any_moved = (__any_sync(~0u, moved[0]) ? 1 : 0) | (__any_sync(~0u, moved[1]) ? 1 << 8 : 0);
+    if (lane == 0) store_shared(shared_address(&storage.moved[kStage][2 * warp]), uint16_t(any_moved));
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (leader) store_shared(shared_address(&storage.gamma[kStage][row + 8 * i]), gamma[i]);
+    for (int i = 0; i < 2; ++i) {
+      if (leader) store_shared(shared_address(&storage.gamma[kStage][row + 8 * i]), gamma[i]);
+    }
   }
-  float sum[2] = {0.f, 0.f};  // of a block first: thousands of equal terms added one by one would all round the same way
+  float sum[2] = {0.f, 0.f};  // of a page first: thousands of equal terms added one by one would all round the same way
 #pragma unroll
   for (int piece = 0; piece < 4; ++piece) {  // 16 keys
 #pragma unroll
@@ -195,7 +194,7 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
     for (int i = 0; i < 2; ++i) {
       const float* x = &s[8 * piece + 2 * i];
       const uint32_t swizzled = (piece ^ (row >> 1 & 3)) * 16;  // the same for both rows
-      store_shared(shared_address(storage.p[kStage][8 * i]) + row * kBlockKeys + swizzled + lane % 4 * 4,
+      store_shared(shared_address(storage.p[kStage][kGroupIndex][8 * i]) + row * kPageSize + swizzled + lane % 4 * 4,
                    e4m3x4(x[0], x[1], x[4], x[5]));
     }
   }
@@ -208,18 +207,21 @@ __device__ __forceinline__ void softmax_block(const Storage& storage, const Para
   parities.advance(kStage);
 }
 
-// Asks the copy engine for a key block.
-__device__ __forceinline__ void load_key(const Storage& storage, const TensorMaps& maps, const Params& p, int stage, int page) {
-  const Key& key = storage.key[stage];
-  const uint32_t full = shared_address(&storage.key_full[stage]);
-  mbarrier_arrive_expect(full, sizeof(Key) + sizeof(storage.k_scale[0]));
-  tma_load_5d(shared_address(key.content), &maps.k_content, full, 0, 0, 0, 0, page);
-  tma_load_3d(shared_address(key.rope), &maps.k_rope, full, 0, 0, page);
-  bulk_load(shared_address(storage.k_scale[stage]), p.scale_cache + page * p.scale_page_stride, sizeof(storage.k_scale[0]), full);
+// Asks the copy engine for a page of keys; a negative one is none, and what lies there stays.
+__device__ __forceinline__ void load_page(const TensorMaps& maps, const Params& p, uint32_t key, uint32_t k_scale, uint32_t full, int page) {
+  constexpr int kScaleBytes = kPageSize * sizeof(float);
+  if (page < 0) {
+    mbarrier_arrive(full);
+    return;
+  }
+  mbarrier_arrive_expect(full, sizeof(Page) + kScaleBytes);
+  tma_load_5d(key, &maps.k_content, full, 0, 0, 0, 0, page);
+  tma_load_3d(key + sizeof(Page::content), &maps.k_rope, full, 0, 0, page);
+  bulk_load(k_scale, p.scale_cache + page * p.scale_page_stride, kScaleBytes, full);
 }
 
 // Asks for the queries of a row tile; rows past the last one read as zeros.
-__device__ __forceinline__ void load_query(const Storage& storage, const TensorMaps& maps, int tile, int sequence) {
+__device__ __forceinline__ void load_query(const Storage& storage, const TensorMaps& maps, int tile, unsigned sequence) {
   const uint32_t full = shared_address(&storage.query_full);
   mbarrier_arrive_expect(full, sizeof(Query));
   for (int t = 0; t < kContentTiles; ++t) {
@@ -232,19 +234,22 @@ template <int kHalves, int kGroupIndex>
 __device__ __forceinline__ void softmax_role(Storage& storage, const TensorMaps& maps, const Params& p, int tile) {
   const int first_of_call = tile * kRowTile;
   Parities parities;
-  // Asks for a key block once the PV groups have released its stage. Each stage has another warp for it, one without rows if there
-  // is: such a warp is never late.
-  const auto load = [&](auto stage, int page) {
-    constexpr int kStage = decltype(stage)::value, kWarpOfStage = kHalves == 2 ? kStage : 2 + kStage / 2;
-    mbarrier_wait(shared_address(&storage.key_empty[kStage]), parities.before(kStage));
-    if (elect_one() && group_thread() / kWarp == kWarpOfStage) load_key(storage, maps, p, kStage, page);
-  };
-  const auto first_load = [&](auto stage, const Piece& piece, const int* pages) {
+  // Asks for the group's page of a block once the PV groups have released its stage. Each stage has another warp for it, one without
+  // rows if there is: such a warp is never late.
+  const auto ask = [&](auto stage, int page) {
     constexpr int kStage = decltype(stage)::value;
-    if (piece.begin + kStage < piece.end) load(stage, pages[piece.begin + kStage]);
+    if (elect_one() && group_thread() / kWarp == kGroupWarps / 2 + kStage) {
+      load_page(maps, p, shared_address(&storage.key[kStage][kGroupIndex]), shared_address(storage.k_scale[kStage][kGroupIndex]),
+                shared_address(&storage.key_full[kStage][kGroupIndex]), page);
+    }
+  };
+  const auto load = [&](auto stage, int page) {
+    constexpr int kStage = decltype(stage)::value;
+    mbarrier_wait(shared_address(&storage.block_empty[kStage]), parities.before(kStage));
+    ask(stage, page);
   };
 
-  for_each_piece(p, storage.boundaries, [&](int sequence, const Piece& piece) {
+  for_each_piece(p, storage.boundaries, [&](unsigned sequence, const Piece& piece) {
     int row = first_row(group_thread());
     if (piece.begin == piece.end) {  // an empty sequence
       for (int i = 0; i < 2; ++i) {
@@ -254,9 +259,12 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const TensorMaps&
       return;
     }
     if (kGroupIndex == 0 && threadIdx.x == 0) load_query(storage, maps, tile, sequence);
-    const int* pages = p.block_table + sequence * p.block_table_stride;
-    first_load(std::integral_constant<int, kGroupIndex>(), piece, pages);
-    first_load(std::integral_constant<int, kGroupIndex + 2>(), piece, pages);
+    const int* pages = p.block_table + sequence * p.block_table_stride + kGroupIndex;
+    const auto page_of = [&](int block) {
+      return (block * kBlockPages + kGroupIndex) * kPageSize < piece.length ? pages[block * kBlockPages] : -1;
+    };
+    load(std::integral_constant<int, 0>(), page_of(piece.begin));
+    if (piece.begin + 1 < piece.end) load(std::integral_constant<int, 1>(), page_of(piece.begin + 1));
     int page = 0;
     bool requested = false;
     Rows rows;
@@ -265,7 +273,8 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const TensorMaps&
       const int r = first_of_call + row + 8 * i;
       rows.scale[i] = r < p.rows ? p.q_scale[int64_t(sequence) * p.rows + r] * p.scale_log2 : 0.f;
       if (rows.scale[i] == 0.f) rows.scale[i] = kTinyScale;
-      rows.reference[i] = kNoReference;
+      rows.reference[i] = 0.f;
+      rows.highest[i] = kNoReference;
       rows.sum[i] = 0.f;
     }
     __syncwarp();
@@ -277,46 +286,44 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const TensorMaps&
       if (block >= piece.end) return;
       if (block >= piece.begin + kStages && !requested) load(stage, page);
       requested = false;
-      if (block + 2 < piece.end) page = pages[block + 2];
-      const auto meanwhile = [&] {  // the stage of the group's next block may be free already
-        constexpr int kOther = kStage ^ 2;
-        if (kHalves == 2 && block + 2 >= piece.begin + kStages && block + 2 < piece.end &&
-            mbarrier_test(shared_address(&storage.key_empty[kOther]), parities.before(kOther))) {
-          if (elect_one() && group_thread() / kWarp == kOther) load_key(storage, maps, p, kOther, page);
+      if (block + 1 < piece.end) page = page_of(block + 1);
+      const auto meanwhile = [&] {  // the stage of the next block may be free already
+        using Other = std::integral_constant<int, 1 - kStage>;
+        if (kHalves == 2 && block + 1 >= piece.begin + kStages && block + 1 < piece.end &&
+            mbarrier_test(shared_address(&storage.block_empty[Other::value]), parities.before(Other::value))) {
+          ask(Other(), page);
           requested = true;
         }
       };
-      const bool first = block == piece.begin, last = block + 1 == piece.end;
-      softmax_block<kHalves, kGroupIndex, kStage>(storage, p, rows, parities, first_of_call, piece.length, block,
-                                                  (block + 1) * kBlockKeys > all_visible, first, last, meanwhile);
+      const int own_page = block * kBlockPages + kGroupIndex;
+      softmax_page<kHalves, kGroupIndex, kStage>(storage, p, rows, parities, first_of_call, piece.length, own_page,
+                                                 (own_page + 1) * kPageSize > all_visible, block == piece.begin, meanwhile);
     };
-    for (int block = piece.begin + kGroupIndex; block < piece.end; block += kStages) {
-      visit(std::integral_constant<int, kGroupIndex>(), block);
-      visit(std::integral_constant<int, kGroupIndex + 2>(), block + 2);
+    for (int block = piece.begin; block < piece.end; block += kStages) {
+      visit(std::integral_constant<int, 0>(), block);
+      visit(std::integral_constant<int, 1>(), block + 1);
     }
 
-    // Both groups' sums, in units of the last block's reference.
+    // Both groups' sums.
     const int thread = group_thread();
     const bool leader = thread % 4 == 0;
     row = first_row(thread);
-    named_sync_roles(kSoftmaxDone, kSoftmaxThreads);
-    float reference[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      reference[i] = storage.reference[(piece.end - piece.begin - 1) % 2][row + 8 * i].now;
-      const float sum = quad_sum(rows.sum[i]) * exp2_approx(rows.reference[i] - reference[i]);
+      const float sum = quad_sum(rows.sum[i]);
       if (leader) storage.sum[kGroupIndex][row + 8 * i] = sum;
     }
     if (kGroupIndex == 0) mbarrier_wait(shared_address(&storage.sum_empty), parities.before(kSequence));
     named_sync_roles(kSoftmaxDone, kSoftmaxThreads);
     if (kGroupIndex == 0) {
       const int slot = piece.slot();
+      if (thread == 0) storage.slot = slot;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int tile_row = row + 8 * i, r = first_of_call + tile_row;
         const float sum = storage.sum[0][tile_row] + storage.sum[1][tile_row];
         const bool sees_none = sum == 0.f;
-        const float lse = reference[i] + log2f(sum);
+        const float lse = rows.reference[i] + log2f(sum);
         if (leader) {
           storage.inverse_sum[tile_row] = sees_none ? 0.f : 1.f / sum;
           if (slot >= 0) {

@@ -13,52 +13,46 @@ constexpr int kContentTiles = kKvLoraRank / kContentTile;
 
 constexpr int kAtomRows = 8;  // of the 128-byte swizzle
 constexpr int kAtomBytes = kAtomRows * kContentTile;
-constexpr int kBlockAtoms = kBlockKeys / kAtomRows;
+constexpr int kPageAtoms = kPageSize / kAtomRows;
 
 // 64 rows of e4m3 content and BF16 RoPE as the copy engine leaves them: in rows of 128 bytes, the 16-byte pieces of each swizzled.
 struct Query {
   uint8_t content[kContentTiles][kRowTile][kContentTile];
   uint8_t rope[kRowTile][2 * kQkRopeHeadDim];
 };
-// Keys come eight at a time with all of their content, so that the copy engine reads memory in order.
-struct Key {
-  uint8_t content[kBlockAtoms][kContentTiles][kAtomRows][kContentTile];
-  uint8_t rope[kBlockKeys][2 * kQkRopeHeadDim];
-};
-
-// The reference of a row, in log2 units: the exponent that P' is divided by, and the highest so far.
-struct Reference {
-  float now, highest;
+// A page of keys comes eight at a time with all of their content, so that the copy engine reads memory in order.
+struct Page {
+  uint8_t content[kPageAtoms][kContentTiles][kAtomRows][kContentTile];
+  uint8_t rope[kPageSize][2 * kQkRopeHeadDim];
 };
 
 struct alignas(1024) Storage {
   Query query;
-  Key key[kStages];
+  Page key[kStages][kBlockPages];
   // P in e4m3, [row][key], keys of 16 in the order in which a lane holds them (README.md), 16-byte pieces swizzled.
-  uint8_t p[kStages][kRowTile][kBlockKeys];
-  float k_scale[kStages][kBlockKeys];
+  uint8_t p[kStages][kBlockPages][kRowTile][kPageSize];
+  float k_scale[kStages][kBlockPages][kPageSize];
   float gamma[kStages][kRowTile];          // what O is multiplied by before the block is added
   uint8_t moved[kStages][kRowTile / 8];    // of eight rows each: whether any gamma is not 1
-  Reference reference[kSoftmaxGroups][kRowTile];
+  float largest[kStages][kSoftmaxGroups][kRowTile];  // log2 of each page's largest P' before any reference
   float sum[kSoftmaxGroups][kRowTile];     // each softmax group's share of the sum of exponentials
   float inverse_sum[kRowTile];
+  int slot;                                // where the sequence's result goes (Piece::slot)
   Boundary boundaries[2];                  // of this thread block's part
 
-  // mbarriers                   completed by                            waited for by
-  uint64_t query_full;           // the copy engine                      both softmax groups: Q of a sequence
-  uint64_t key_full[kStages];    // the copy engine (a warp announces)    softmax group (QK), both PV groups (V)
-  uint64_t key_empty[kStages];   // 8 warps of the PV groups             the warp that refills the stage
-  uint64_t p_full[kStages];      // 4 warps of the block's softmax group both PV groups: P, gamma, moved
-  uint64_t p_empty[kStages];     // 8 warps of the PV groups             the block's softmax group
-  uint64_t sum_full;             // 4 warps of softmax group 0           both PV groups: inverse_sum of a sequence
-  uint64_t sum_empty;            // 8 warps of the PV groups             softmax group 0
+  // mbarriers                                completed by                           waited for by
+  uint64_t query_full;                        // the copy engine                     both softmax groups: Q of a sequence
+  uint64_t key_full[kStages][kBlockPages];    // the copy engine (a warp announces)  the page's softmax group (QK), both PV groups (V)
+  uint64_t p_full[kStages];                   // the warps of both softmax groups    both PV groups: P, gamma, moved
+  uint64_t block_empty[kStages];              // 8 warps of the PV groups            both softmax groups: to ask for keys, to write P
+  uint64_t sum_full;                          // 4 warps of softmax group 0          both PV groups: inverse_sum and slot of a sequence
+  uint64_t sum_empty;                         // 8 warps of the PV groups            softmax group 0
 };
 
-// Named barriers. The references go from the group of one block to that of the next: group g arrives on kReferenceFrom + g.
-// Each PV group has one of its own, kKeysCleared + group.
-enum NamedBarrier { kReferenceFrom = 1, kSoftmaxDone = 3, kKeysCleared = 4 };
+// Named barriers. Each PV group has one of its own, kKeysCleared + group.
+enum NamedBarrier { kMaximaKnown = 1, kSoftmaxDone = 2, kKeysCleared = 3 };
 
-// Parities of the mbarriers. A stage's four barriers advance together, once for each block that uses it, so that one bit a stage
+// Parities of the mbarriers. A stage's barriers advance together, once for each block that uses it, so that one bit a stage
 // says which use is next; the sequence's three advance with each sequence. Every role counts on its own.
 constexpr int kSequence = kStages;
 struct Parities {

@@ -10,14 +10,15 @@ namespace snapmla::decode {
 
 constexpr int kGroupColumns = kKvLoraRank / kValueGroups;
 constexpr int kColumnTiles = kGroupColumns / 64;  // WGMMAs have 64 rows: columns of the output, here
+constexpr int kSteps = kBlockKeys / 32;           // of a block: the keys of one WGMMA
 
-// Clears one group's columns of the keys from `valid` on. Anything may be stored past the end of a sequence, and P's zeros do not
+// Clears one group's columns of a page's keys from `valid` on. Anything may be stored past the end of a sequence, and P's zeros do not
 // help against it: 0 times NaN is NaN.
 __device__ __forceinline__ void clear_keys(uint32_t columns, int valid) {
   constexpr int kPieces = kContentTile / 16;
-  for (int i = threadIdx.x % kGroup; i < (kBlockKeys - valid) * kPieces; i += kGroup) {
+  for (int i = threadIdx.x % kGroup; i < (kPageSize - valid) * kPieces; i += kGroup) {
     const int key = valid + i / kPieces;
-    const uint32_t piece = columns + key / kAtomRows * sizeof(Key::content[0]) + key % kAtomRows * kContentTile + i % kPieces * 16;
+    const uint32_t piece = columns + key / kAtomRows * sizeof(Page::content[0]) + key % kAtomRows * kContentTile + i % kPieces * 16;
     for (int t = 0; t < kGroupColumns / kContentTile; ++t) store_shared(piece + t * kAtomBytes, make_uint4(0, 0, 0, 0));
   }
   fence_async_proxy();  // before the copy engine writes the stage again
@@ -29,11 +30,11 @@ __device__ __forceinline__ void value_role(Storage& storage, const Params& p, in
   // Where this lane reads V: key `lane` of 32, columns 16 warp … of a tile of 64; the other half of a content tile is 64 bytes on,
   // which the swizzle makes an exclusive or.
   const int lane = threadIdx.x % kWarp;
-  const uint32_t v_lane = lane / kAtomRows * sizeof(Key::content[0]) + lane % kAtomRows * kContentTile +
+  const uint32_t v_lane = lane / kAtomRows * sizeof(Page::content[0]) + lane % kAtomRows * kContentTile +
                           ((threadIdx.x % kGroup / kWarp ^ lane % 8) << 4);
   Parities parities;
 
-  for_each_piece(p, storage.boundaries, [&](int sequence, const Piece& piece) {
+  for_each_piece(p, storage.boundaries, [&](unsigned sequence, const Piece& piece) {
     if (piece.begin == piece.end) {  // an empty sequence
       const int rows = min(p.rows - tile * kRowTile, kRowTile);
       for (int i = group_thread(); group == 0 && i < rows * (kKvLoraRank / 8); i += kGroup) {
@@ -48,54 +49,70 @@ __device__ __forceinline__ void value_role(Storage& storage, const Params& p, in
       for (int i = 0; i < 16 * kHalves; ++i) o[m][i] = 0.f;
     }
 
-    for (unsigned block = piece.begin, stage = 0; block < unsigned(piece.end); ++block, stage = (stage + 1) % kStages) {
-      const uint32_t v_stage = shared_address(&storage.key[0]) + stage * sizeof(Key) +
+    unsigned stage = 0;
+    const int stop = piece.length - piece.end * kBlockKeys;
+    for (int left = piece.length - piece.begin * kBlockKeys; left > stop; left -= kBlockKeys, stage = (stage + 1) % kStages) {
+      const uint32_t v_stage = shared_address(&storage.key[0]) + stage * sizeof(storage.key[0]) +
                                group * (kGroupColumns / kContentTile) * kAtomBytes;
-      uint32_t v[8], w[8];  // V^T of a column tile, and of another where there are registers for it: [k step][operand register]
-      const auto load_v = [&](uint32_t (&v)[8], int m) {
+      // V^T of a column tile, and of another where there are registers for it: [k step][operand register]
+      uint32_t v[kSteps][4], w[kSteps][4];
+      const auto load_v = [&](uint32_t (&v)[kSteps][4], int m, int begin = 0, int end = kSteps) {
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          const uint32_t address = v_stage + m / 2 * kAtomBytes + step * 32 / kAtomRows * sizeof(Key::content[0]) +
-                                   (m % 2 ? v_lane ^ 64 : v_lane);
+        for (int step = begin; step < end; ++step) {
+          const uint32_t address = v_stage + step / 2 * sizeof(Page) + step % 2 * 32 / kAtomRows * sizeof(Page::content[0]) +
+                                   m / 2 * kAtomBytes + (m % 2 ? v_lane ^ 64 : v_lane);
           const uint4 q = load_matrices_transposed(address);
-          v[4 * step] = __byte_perm(q.x, q.y, 0x6420);
-          v[4 * step + 1] = __byte_perm(q.x, q.y, 0x7531);
-          v[4 * step + 2] = __byte_perm(q.z, q.w, 0x6420);
-          v[4 * step + 3] = __byte_perm(q.z, q.w, 0x7531);
+          v[step][0] = __byte_perm(q.x, q.y, 0x6420);
+          v[step][1] = __byte_perm(q.x, q.y, 0x7531);
+          v[step][2] = __byte_perm(q.z, q.w, 0x6420);
+          v[step][3] = __byte_perm(q.z, q.w, 0x7531);
         }
       };
-      mbarrier_wait(shared_address(&storage.key_full[0]) + stage * 8, parities.of(stage));
-      if (const int valid = piece.length - int(block) * kBlockKeys; valid < kBlockKeys) {
-        mbarrier_wait(shared_address(&storage.p_full[0]) + stage * 8, parities.of(stage));  // QK has read the keys
-        clear_keys(v_stage, valid);
+      for (int page = 0; page < kBlockPages; ++page) {
+        mbarrier_wait(shared_address(&storage.key_full[0]) + stage * sizeof(storage.key_full[0]) + page * 8, parities.of(stage));
+      }
+      const uint32_t p_full = shared_address(&storage.p_full[0]) + stage * 8;
+      if (left < kBlockKeys) {
+        mbarrier_wait(p_full, parities.of(stage));  // QK has read the keys
+        for (int page = 0; page < kBlockPages; ++page) {
+          clear_keys(v_stage + page * sizeof(Page), min(max(left - page * kPageSize, 0), kPageSize));
+        }
         named_sync(kKeysCleared + group, kGroup);
       }
-      load_v(v, 0);
+      // What is in flight while O is rescaled: the first page's products where registers are short, else both.
+      constexpr int kAhead = kHalves == 2 ? kSteps / 2 : kSteps;
+      load_v(v, 0, 0, kAhead);
       if (kHalves == 1) load_v(w, 1);
-      mbarrier_wait(shared_address(&storage.p_full[0]) + stage * 8, parities.of(stage));
+      mbarrier_wait(p_full, parities.of(stage));
 
       const uint64_t p_rows = descriptor_swizzle_64(shared_address(&storage.p[0])) + stage * (sizeof(storage.p[0]) >> 4);
-      constexpr uint64_t kHalf = 32 * kBlockKeys >> 4;  // rows 32 to 63 of P
-      constexpr uint64_t kStep = 32 >> 4;               // keys 32 to 63
+      constexpr uint64_t kHalf = kHalfRows * kPageSize >> 4;  // rows 32 to 63 of P
       const uint2 moved = load_shared_uint2(shared_address(&storage.moved[0]) + stage * sizeof(storage.moved[0]));
       // O's sums of this block alone: a column tile's of rows 0 to 31 and 32 to 63; or two tiles' of rows 0 to 31.
       float first[16], second[16];
-      const auto multiply = [&](float (&d)[16], const uint32_t (&v)[8], uint64_t rows) {
-        wgmma_e4m3_n32_zero(d, v[0], v[1], v[2], v[3], rows);
-        wgmma_e4m3_n32(d, v[4], v[5], v[6], v[7], rows + kStep);
+      const auto multiply = [&](float (&d)[16], const uint32_t (&v)[kSteps][4], uint64_t rows, int begin = 0, int end = kSteps) {
+#pragma unroll
+        for (int step = begin; step < end; ++step) {
+          const uint64_t keys = rows + ((step / 2 * sizeof(storage.p[0][0]) + step % 2 * 32) >> 4);
+          if (step == 0) {
+            wgmma_e4m3_n32_zero(d, v[step][0], v[step][1], v[step][2], v[step][3], keys);
+          } else {
+            wgmma_e4m3_n32(d, v[step][0], v[step][1], v[step][2], v[step][3], keys);
+          }
+        }
         wgmma_commit();
       };
       wgmma_fence();
-      multiply(first, v, p_rows);
+      multiply(first, v, p_rows, 0, kAhead);
       if (kHalves == 2) {
-        multiply(second, v, p_rows + kHalf);
+        multiply(second, v, p_rows + kHalf, 0, kAhead);
       } else {
         multiply(second, w, p_rows);
       }
 
       // While they run: O into the units of this block's references, eight rows at a time, where one of them moved.
       if (kHalves == 1 ? moved.x : moved.x | moved.y) {
-        const int column = v_lane / kContentTile % 4 * 2;
+        const int column = group_thread() % 4 * 2;
         const uint32_t gamma = shared_address(&storage.gamma[0]) + stage * sizeof(storage.gamma[0]) + column * sizeof(float);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
@@ -120,6 +137,10 @@ __device__ __forceinline__ void value_role(Storage& storage, const Params& p, in
 
       // A product's sums are added while the next product is computed.
       if constexpr (kHalves == 2) {
+        load_v(v, 0, kAhead, kSteps);
+        wgmma_fence();
+        multiply(first, v, p_rows, kAhead, kSteps);
+        multiply(second, v, p_rows + kHalf, kAhead, kSteps);
 #pragma unroll
         for (int m = 0; m < kColumnTiles; ++m) {
           wgmma_wait<1>();
@@ -164,17 +185,15 @@ __device__ __forceinline__ void value_role(Storage& storage, const Params& p, in
         }
       }
 
-      if (elect_one()) {
-        mbarrier_arrive(shared_address(&storage.key_empty[0]) + stage * 8);
-        mbarrier_arrive(shared_address(&storage.p_empty[0]) + stage * 8);
-      }
+      if (elect_one()) mbarrier_arrive(shared_address(&storage.block_empty[0]) + stage * 8);
       parities.advance(stage);
     }
 
-    const int thread = threadIdx.x % kGroup, slot = piece.slot();
+    const int thread = threadIdx.x % kGroup;
     // O^T lies in pairs of neighbouring columns: the order in which V's fragments come.
     const int64_t first_column = group * kGroupColumns + thread / kWarp * 16 + thread % kWarp / 4 * 2;
     mbarrier_wait(shared_address(&storage.sum_full), parities.of(kSequence));
+    const int slot = storage.slot;
 #pragma unroll
     for (int j = 0; j < 4 * kHalves; ++j) {
 #pragma unroll
