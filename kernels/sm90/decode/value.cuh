@@ -199,6 +199,7 @@ __device__ __forceinline__ void value_role(Storage& storage, const Params& p, in
 #pragma unroll
       for (int l = 0; l < 2; ++l) {
         const int row = 8 * j + thread % 4 * 2 + l, r = tile * kRowTile + row;
+        if (r >= p.rows) continue;
         const float factor = storage.inverse_sum[row];  // 0 for a row that sees no key, and so is its O
 #pragma unroll
         for (int m = 0; m < kColumnTiles; ++m) {
@@ -206,7 +207,7 @@ __device__ __forceinline__ void value_role(Storage& storage, const Params& p, in
           if (slot >= 0) {
             const int64_t at = p.partial_row(tile, slot, row) * kKvLoraRank + first_column + m * 64;
             *reinterpret_cast<float2*>(p.partial_out + at) = pair;
-          } else if (r < p.rows) {
+          } else {
             const int64_t at = p.out_row(sequence, r) + first_column + m * 64;
             *reinterpret_cast<uint32_t*>(p.out + at) = float2_to_bf16x2(pair.x, pair.y);
           }
