@@ -10,18 +10,24 @@ namespace snapmla::decode {
 constexpr int kCombineThreads = kKvLoraRank / 4;  // four columns each; also the parts whose weights are at hand together
 constexpr int kInFlight = 8;                      // parts whose values are loaded together
 
-// The last part of the sequence that part `first` begins: found by all threads together, since one after another the
-// boundaries would cost a trip to memory each.
-__device__ __forceinline__ int last_part(const Params& p, int first, int sequence, int blocks) {
-  __shared__ int last;
-  if (threadIdx.x == 0) last = p.parts;
+// The cuts of a sequence, the first and the last part that begin inside it: found by all threads together, since one after another
+// the boundaries would cost a trip to memory each. {parts, 0} where there is none.
+struct Cuts {
+  int first, last;
+};
+__device__ __forceinline__ Cuts cuts_of(const Params& p, int sequence) {
+  __shared__ Cuts found;
+  if (threadIdx.x == 0) found = {p.parts, 0};
   __syncthreads();
-  for (int part = first + 1 + threadIdx.x; part < p.parts && part < last; part += kCombineThreads) {
-    const Boundary end = p.boundaries[part + 1];
-    if (end.sequence != sequence || end.block >= blocks) atomicMin(&last, part);
+  const int blocks = blocks_of(p.length(sequence));
+  for (int part = 1 + threadIdx.x; part < p.parts; part += kCombineThreads) {
+    const Boundary begin = p.boundaries[part];
+    if (begin.sequence != sequence || begin.block == 0 || begin.block >= blocks) continue;
+    atomicMin(&found.first, part);
+    atomicMax(&found.last, part);
   }
   __syncthreads();
-  return last;
+  return found;
 }
 
 // The largest value of a thread block.
@@ -34,16 +40,20 @@ __device__ __forceinline__ float block_max(float x) {
   return x;
 }
 
-// A row (blockIdx.x) of the sequence that part blockIdx.y begins and does not finish, if there is one.
+// A row (blockIdx.x) of a sequence, if it was cut: sequence blockIdx.y, or, where there are more sequences than parts, the one that
+// part blockIdx.y begins and does not finish.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Params p) {
   dependency_wait();  // for the decode kernel's results
-  const int row = blockIdx.x, first = blockIdx.y;
-  const Boundary begin = p.boundaries[first], end = p.boundaries[first + 1];
-  const int sequence = end.sequence;
-  if (sequence >= p.batch || end.block == 0 || (begin.sequence == sequence && begin.block > 0)) return;
-  const int blocks = blocks_of(p.length(sequence));
-  if (end.block >= blocks) return;
-  const int last = last_part(p, first, sequence, blocks);
+  const int row = blockIdx.x;
+  int sequence = blockIdx.y;
+  if (p.batch > p.parts) {
+    const Boundary begin = p.boundaries[blockIdx.y], end = p.boundaries[blockIdx.y + 1];
+    sequence = end.sequence;
+    if (sequence >= p.batch || end.block == 0 || (begin.sequence == sequence && begin.block > 0)) return;
+  }
+  const Cuts cuts = cuts_of(p, sequence);
+  if (cuts.first > cuts.last) return;
+  const int first = cuts.first - 1, last = cuts.last;
 
   const int tile = row / kRowTile, tile_row = row % kRowTile;
   const auto at = [&](int part) { return p.partial_row(tile, part == first ? 2 * part + 1 : 2 * part, tile_row); };

@@ -1,4 +1,6 @@
 // Launches the kernels of a decode call: schedule, decode, combine.
+#include <algorithm>
+
 #include <cuda_runtime.h>
 #include <cudaTypedefs.h>
 
@@ -127,5 +129,6 @@ int snapmla_mla_decode(snapmla_query query, snapmla_cache cache, snapmla_batch b
   const cudaError_t launched =
       launch_overlapped(kernel, dim3(tiles, parts), kThreads, sizeof(Storage), launch_stream, maps, p);
   if (launched != cudaSuccess || parts == 1) return launched;
-  return launch_overlapped(combine_kernel, dim3(unsigned(rows), parts), kCombineThreads, 0, launch_stream, p);
+  const unsigned candidates = unsigned(std::min(batch.size, split.parts));
+  return launch_overlapped(combine_kernel, dim3(unsigned(rows), candidates), kCombineThreads, 0, launch_stream, p);
 }
