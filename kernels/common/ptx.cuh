@@ -116,11 +116,17 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
-// threadIdx.x, read where it is asked for and not kept in a register.
+// threadIdx.x and blockIdx.y, read where they are asked for and not kept in a register.
 __device__ __forceinline__ uint32_t thread_index() {
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
+}
+
+__device__ __forceinline__ uint32_t block_index_y() {
+  uint32_t block;
+  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(block));
+  return block;
 }
 
 // ---- kernels that overlap with the one before them in the stream (programmatic dependent launch)

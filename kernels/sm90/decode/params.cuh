@@ -6,6 +6,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include "../../common/ptx.cuh"
 #include "config.cuh"
 
 namespace snapmla::decode {
@@ -77,8 +78,7 @@ struct Piece {
   // Where the result goes: a slot of the partial ones, or, if negative, `out` and `lse`. Asked for at the end and from what is read
   // afresh: a register that held it would be held through the loop over blocks.
   __device__ int slot() const {
-    int part;
-    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(part));
+    const int part = block_index_y();
     return begin > 0 ? 2 * part : end < blocks_of(length) ? 2 * part + 1 : -1;
   }
 };

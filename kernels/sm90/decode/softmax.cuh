@@ -287,11 +287,11 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const TensorMaps&
       if (block >= piece.begin + kStages && !requested) load(stage, page);
       requested = false;
       if (block + 1 < piece.end) page = page_of(block + 1);
+      constexpr std::integral_constant<int, 1 - kStage> other;
       const auto meanwhile = [&] {  // the stage of the next block may be free already
-        using Other = std::integral_constant<int, 1 - kStage>;
         if (kHalves == 2 && block + 1 >= piece.begin + kStages && block + 1 < piece.end &&
-            mbarrier_test(shared_address(&storage.block_empty[Other::value]), parities.before(Other::value))) {
-          ask(Other(), page);
+            mbarrier_test(shared_address(&storage.block_empty[1 - kStage]), parities.before(1 - kStage))) {
+          ask(other, page);
           requested = true;
         }
       };
