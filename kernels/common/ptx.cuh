@@ -41,7 +41,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// Whether it has.
+// Whether it has, in all lanes of a warp: they go on together.
 __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -53,7 +53,7 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
       : "=r"(done)
       : "r"(barrier), "r"(parity)
       : "memory");
-  return done != 0;
+  return __all_sync(~0u, done != 0);
 }
 
 // ---- named barriers of the hardware: `threads` threads meet, arriving ones without waiting.

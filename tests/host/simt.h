@@ -202,6 +202,7 @@ inline bool __any_sync(unsigned, bool value) {
   }
   return false;
 }
+inline bool __all_sync(unsigned mask, bool value) { return !__any_sync(mask, !value); }
 inline int __reduce_max_sync(unsigned, int value) {
   int most = value;
   for (const int x : host::gather(value)) most = x > most ? x : most;

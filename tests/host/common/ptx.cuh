@@ -29,7 +29,7 @@ inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t barrier) { host::mbarrier(barrier).arrive(0); }
 inline void mbarrier_arrive_expect(uint32_t barrier, int bytes) { host::mbarrier(barrier).arrive(bytes); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { host::mbarrier(barrier).wait(parity); }
-inline bool mbarrier_test(uint32_t barrier, uint32_t parity) { return host::mbarrier(barrier).test(parity); }
+inline bool mbarrier_test(uint32_t barrier, uint32_t parity) { return __all_sync(~0u, host::mbarrier(barrier).test(parity)); }
 
 inline void named_sync(int barrier, int threads) { host::block->named[barrier].meet(threads, true); }
 inline void named_sync_roles(int barrier, int threads) { host::block->named[barrier].meet(threads, true); }
