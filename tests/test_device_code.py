@@ -25,6 +25,8 @@ template __global__ void snapmla::quantize::append_kv_kernel<int64_t>(
     const Tokens, const NormAndRope<float, int64_t>, const int64_t*, const snapmla_cache);
 template __global__ void snapmla::fetch::fetch_kv_kernel<int64_t>(
     const snapmla_cache, const int64_t*, int64_t, __nv_bfloat16*);
+template __global__ void snapmla::decode::combine_kernel<1>(const __grid_constant__ Params);
+template __global__ void snapmla::decode::combine_kernel<snapmla::decode::kManyGroups>(const __grid_constant__ Params);
 template __global__ void snapmla::decode::decode_kernel<1>(
     const __grid_constant__ TensorMaps, const __grid_constant__ Params);
 template __global__ void snapmla::decode::decode_kernel<2>(

@@ -130,5 +130,7 @@ int snapmla_mla_decode(snapmla_query query, snapmla_cache cache, snapmla_batch b
       launch_overlapped(kernel, dim3(tiles, parts), kThreads, sizeof(Storage), launch_stream, maps, p);
   if (launched != cudaSuccess || parts == 1) return launched;
   const unsigned candidates = unsigned(std::min(batch.size, split.parts));
-  return launch_overlapped(combine_kernel, dim3(unsigned(rows), candidates), kCombineThreads, 0, launch_stream, p);
+  const bool many = split.parts >= 8 * batch.size;  // parts of a sequence, on average
+  return launch_overlapped(many ? combine_kernel<kManyGroups> : combine_kernel<1>, dim3(unsigned(rows), candidates),
+                           (many ? kManyGroups : 1) * kCombineThreads, 0, launch_stream, p);
 }
