@@ -2,7 +2,8 @@
 
 A sequence costs `SEQUENCE_COST` plus its key blocks. Laid end to end, the sequences make a line that is cut into equal
 parts, each visited by its own thread blocks (one for each tile of `ROW_TILE` rows); a sequence that is cut has its
-parts combined afterwards. Lengths are read on the device only, so that a captured CUDA graph follows new ones.
+parts combined afterwards. In parts of s blocks the longest sequence, of n, takes the time of s blocks and of combining
+n / s parts, `COMBINED_PARTS` a block: so s is at least sqrt(n / `COMBINED_PARTS`). Lengths are read on the device only, so that a captured CUDA graph follows new ones.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ BLOCK_KEYS = 2 * PAGE_SIZE
 SEQUENCE_COST = 2
 """What a sequence costs besides its key blocks, in blocks: its queries' load, the pipeline's start, its results."""
 
-LEAST_SHARE = 2
-"""The least cost that a part is given: below, combining the parts costs more than it saves."""
+COMBINED_PARTS = 16
+"""Parts of a sequence that are combined in the time of one key block."""
 
 
 def row_tiles(rows: int) -> int:
@@ -50,7 +51,11 @@ def boundaries(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
     blocks = (lengths + BLOCK_KEYS - 1).div(BLOCK_KEYS, rounding_mode="floor")
     ends = (blocks + SEQUENCE_COST).cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
-    cuts = torch.arange(parts + 1) * max(-(-total // parts), LEAST_SHARE)
+    longest = int(blocks.max()) if len(blocks) else 0
+    share = max(-(-total // parts), 1)
+    while COMBINED_PARTS * share**2 < longest:
+        share += 1
+    cuts = torch.arange(parts + 1) * share
     sequence = torch.searchsorted(ends, cuts, right=True)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])[sequence]
     block = torch.where(cuts >= total, 0, (cuts - starts - SEQUENCE_COST).clamp_min(0))

@@ -104,14 +104,12 @@ class TestInstructions:
         """Two kernels (all of a row tile, or half of it), each with four copies of QK (two roles, two stages) and one PV loop."""
         decode = sass["decode_kernel"]
         used = Counter(re.findall(r"\b([QHI]GMMA\.\S+)", decode))
-        qk, pv, rope = (
-            "QGMMA.64x64x32.F32.E4M3.E4M3",
-            "QGMMA.64x32x32.F32.E4M3.E4M3",
-            "HGMMA.64x64x16.F32.BF16",
-        )
-        assert set(used) == {qk, pv, rope}
-        assert used[qk] == 2 * 4 * 512 // 32 and used[rope] == 2 * 4 * 64 // 16
-        assert used[pv] == 4 * (2 + 1) * 128 // 32  # column tiles, halves of the rows, steps of a block
+        pv = 4 * 128 // 32  # column tiles, steps of a block
+        assert used == {
+            "QGMMA.64x64x32.F32.E4M3.E4M3": 2 * 4 * 512 // 32 + pv,
+            "QGMMA.64x32x32.F32.E4M3.E4M3": pv,
+            "HGMMA.64x64x16.F32.BF16": 2 * 4 * 64 // 16,
+        }
 
     def test_nothing_lies_in_local_memory(self, sass):
         for name, text in sass.items():

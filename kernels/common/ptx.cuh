@@ -41,22 +41,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// Whether it has, in all lanes of a warp: they go on together.
-__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n"
-      "}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return __all_sync(~0u, done != 0);
-}
-
-// ---- named barriers of the hardware: `threads` threads meet, arriving ones without waiting.
+// ---- named barriers of the hardware: `threads` threads meet.
 
 // All threads that wait do so in this very instruction; those in two copies of it (two roles) meet by `named_sync_roles`.
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
@@ -65,10 +50,6 @@ __device__ __forceinline__ void named_sync(int barrier, int threads) {
 
 __device__ __forceinline__ void named_sync_roles(int barrier, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void named_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // ---- the copy engine (TMA)
@@ -115,6 +96,10 @@ __device__ __forceinline__ bool elect_one() {
       : "=r"(elected));
   return elected != 0;
 }
+
+// Leaves a value, which all lanes hold, in a register of each. What is loaded from memory and known to be the same in all lanes is
+// otherwise moved to a uniform register at once, and the warp waits for it there.
+__device__ __forceinline__ void keep_in_lanes(int& x) { asm volatile("" : "+r"(x)); }
 
 // threadIdx.x and blockIdx.y, read where they are asked for and not kept in a register.
 __device__ __forceinline__ uint32_t thread_index() {

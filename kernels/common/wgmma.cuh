@@ -74,26 +74,49 @@ __device__ __forceinline__ void wgmma_bf16_n64(float (&d)[32], uint64_t a, uint6
       : "l"(a), "l"(b));
 }
 
-// d [64, 32] = A [64, 32] B [32, 32]^T in e4m3, A from registers: rows t % 32 / 4 (a0, a2) and + 8 (a1, a3) of the warp's 16,
-// columns 4 (t % 4) … + 3 (a0, a1) and + 16 (a2, a3).
-__device__ __forceinline__ void wgmma_e4m3_n32_zero(float (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
+// d [64, 32] = A [64, 32] B [32, 32]^T in e4m3, A from registers: rows t % 32 / 4 (a[0], a[2]) and + 8 (a[1], a[3]) of the
+// warp's 16, columns 4 (t % 4) … + 3 (a[0], a[1]) and + 16 (a[2], a[3]).
+__device__ __forceinline__ void wgmma_e4m3_zero(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
       "{%16, %17, %18, %19}, %20, p, 1, 1;\n}"
       : SNAPMLA_16(SNAPMLA_OUT)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // d [64, 32] += A [64, 32] B [32, 32]^T in e4m3, A from registers.
-__device__ __forceinline__ void wgmma_e4m3_n32(float (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
       "{%16, %17, %18, %19}, %20, 1, 1, 1;"
       : SNAPMLA_16(SNAPMLA_INOUT)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// d [64, 64] = A [64, 32] B [64, 32]^T in e4m3, A from registers as above.
+__device__ __forceinline__ void wgmma_e4m3_zero(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1;\n}"
+      : SNAPMLA_32(SNAPMLA_OUT)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// d [64, 64] += A [64, 32] B [64, 32]^T in e4m3, A from registers as above.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, 1, 1, 1;"
+      : SNAPMLA_32(SNAPMLA_INOUT)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 #undef SNAPMLA_16

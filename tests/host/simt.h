@@ -93,23 +93,19 @@ struct Mbarrier : Signal {
     std::unique_lock lock(mutex);
     Signal::wait(lock, [&] { return done(parity); }, "nobody completes an mbarrier");
   }
-  bool test(unsigned parity) {
-    std::lock_guard lock(mutex);
-    return done(parity);
-  }
 };
 
 struct NamedBarrier : Signal {
   int arrived = 0;
   unsigned generation = 0;
-  void meet(int threads, bool stay) {
+  void meet(int threads) {
     std::unique_lock lock(mutex);
     const unsigned mine = generation;
     if (++arrived == threads) {
       arrived = 0;
       ++generation;
       changed.notify_all();
-    } else if (stay) {
+    } else {
       wait(lock, [&] { return generation != mine; }, "nobody comes to a named barrier");
     }
   }

@@ -34,8 +34,8 @@ constexpr int kValueRegisters = 2 * 128 - kSoftmaxRegisters<kHalves>;
 
 // What a sequence costs besides its key blocks, in key blocks: its queries' load, pipeline start and results.
 constexpr int kSequenceCost = 2;
-// The least a part is given: below, combining the parts costs more than it saves.
-constexpr int kLeastShare = 2;
+// Parts of a sequence that are combined in the time of one key block.
+constexpr int kCombinedParts = 16;
 
 constexpr float kLn2 = 0.693147181f;
 

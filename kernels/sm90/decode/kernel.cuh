@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     for (int stage = 0; stage < kStages; ++stage) {
       for (int page = 0; page < kBlockPages; ++page) mbarrier_init(shared_address(&storage.key_full[stage][page]), 1);
       mbarrier_init(shared_address(&storage.p_full[stage]), kSoftmaxGroups * kGroupWarps / 2 * kHalves);
-      mbarrier_init(shared_address(&storage.block_empty[stage]), kValueWarps);
+      mbarrier_init(shared_address(&storage.key_empty[stage]), kValueWarps);
+      mbarrier_init(shared_address(&storage.p_empty[stage]), kValueWarps);
     }
     mbarrier_init(shared_address(&storage.sum_full), kGroupWarps);
     mbarrier_init(shared_address(&storage.sum_empty), kValueWarps);
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     }
   } else {
     registers_grow<kValueRegisters<kHalves>>();
-    value_role<kHalves>(storage, p, group - kSoftmaxGroups, tile);
+    value_role<kHalves>(storage, maps, p, group - kSoftmaxGroups, tile);
   }
 }
 

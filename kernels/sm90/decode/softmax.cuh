@@ -1,4 +1,4 @@
-// The role of a softmax group: S = Q K^T of every other key block, and P from it.
+// The role of a softmax group: S = Q K^T of one page of every key block, and P from it.
 #pragma once
 
 #include <type_traits>
@@ -65,8 +65,8 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Hides the keys of a page (of the sequence) that a row does not see: their S becomes what makes the logit -inf, once it has been multiplied by the
-// key's scale; so no scale may stay 0, and those of slots past the end, which may be anything, become 1.
+// Hides the keys of a page (of the sequence) that a row does not see: their S becomes what makes the logit -inf, once it has been
+// multiplied by the key's scale; so no scale may stay 0, and those of slots past the end, which may be anything, become 1.
 __device__ __forceinline__ void hide_keys(float (&s)[32], const Params& p, const Rows& rows, uint32_t k_scale, int first_of_call,
                                           int length, int page) {
   const int thread = group_thread(), lane = thread % kWarp;
@@ -95,10 +95,10 @@ __device__ __forceinline__ void hide_keys(float (&s)[32], const Params& p, const
 
 // A group's page of one key block of a sequence.
 //   first_of_call: the tile's first row; page: its number in the sequence; masked: some row does not see all of its keys;
-//   first: of the blocks that this part visits; meanwhile: what to do once the maxima are known.
-template <int kHalves, int kGroupIndex, int kStage, typename Meanwhile>
+//   first: of the blocks that this part visits.
+template <int kHalves, int kGroupIndex, int kStage>
 __device__ __forceinline__ void softmax_page(const Storage& storage, const Params& p, Rows& rows, Parities& parities, int first_of_call,
-                                             int length, int page, bool masked, bool first, const Meanwhile& meanwhile) {
+                                             int length, int page, bool masked, bool first) {
   const int thread = group_thread(), lane = thread % kWarp, warp = thread / kWarp;
   const int row = first_row(thread);
   const int column = lane % 4 * 2;  // in each group of eight keys, with the next one
@@ -150,7 +150,7 @@ __device__ __forceinline__ void softmax_page(const Storage& storage, const Param
   named_sync_roles(kMaximaKnown, kActive);
 #pragma unroll
   for (int i = 0; i < 2; ++i) largest[i] = fmaxf(largest[i], load_shared_float(other_largest + i * 8 * sizeof(float)));
-  meanwhile();
+  mbarrier_wait(shared_address(&storage.p_empty[kStage]), parities.before(kStage));
 
   // The reference: the block's own (sigma_P e^m of Algorithm 1), or the one before while that is close enough.
   float gamma[2];  // what sums in the old reference's units are multiplied by
@@ -207,19 +207,6 @@ __device__ __forceinline__ void softmax_page(const Storage& storage, const Param
   parities.advance(kStage);
 }
 
-// Asks the copy engine for a page of keys; a negative one is none, and what lies there stays.
-__device__ __forceinline__ void load_page(const TensorMaps& maps, const Params& p, uint32_t key, uint32_t k_scale, uint32_t full, int page) {
-  constexpr int kScaleBytes = kPageSize * sizeof(float);
-  if (page < 0) {
-    mbarrier_arrive(full);
-    return;
-  }
-  mbarrier_arrive_expect(full, sizeof(Page) + kScaleBytes);
-  tma_load_5d(key, &maps.k_content, full, 0, 0, 0, 0, page);
-  tma_load_3d(key + sizeof(Page::content), &maps.k_rope, full, 0, 0, page);
-  bulk_load(k_scale, p.scale_cache + page * p.scale_page_stride, kScaleBytes, full);
-}
-
 // Asks for the queries of a row tile; rows past the last one read as zeros.
 __device__ __forceinline__ void load_query(const Storage& storage, const TensorMaps& maps, int tile, unsigned sequence) {
   const uint32_t full = shared_address(&storage.query_full);
@@ -234,21 +221,6 @@ template <int kHalves, int kGroupIndex>
 __device__ __forceinline__ void softmax_role(Storage& storage, const TensorMaps& maps, const Params& p, int tile) {
   const int first_of_call = tile * kRowTile;
   Parities parities;
-  // Asks for the group's page of a block once the PV groups have released its stage. Each stage has another warp for it, one without
-  // rows if there is: such a warp is never late.
-  const auto ask = [&](auto stage, int page) {
-    constexpr int kStage = decltype(stage)::value;
-    if (elect_one() && group_thread() / kWarp == kGroupWarps / 2 + kStage) {
-      load_page(maps, p, shared_address(&storage.key[kStage][kGroupIndex]), shared_address(storage.k_scale[kStage][kGroupIndex]),
-                shared_address(&storage.key_full[kStage][kGroupIndex]), page);
-    }
-  };
-  const auto load = [&](auto stage, int page) {
-    constexpr int kStage = decltype(stage)::value;
-    mbarrier_wait(shared_address(&storage.block_empty[kStage]), parities.before(kStage));
-    ask(stage, page);
-  };
-
   for_each_piece(p, storage.boundaries, [&](unsigned sequence, const Piece& piece) {
     int row = first_row(group_thread());
     if (piece.begin == piece.end) {  // an empty sequence
@@ -259,14 +231,6 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const TensorMaps&
       return;
     }
     if (kGroupIndex == 0 && threadIdx.x == 0) load_query(storage, maps, tile, sequence);
-    const int* pages = p.block_table + sequence * p.block_table_stride + kGroupIndex;
-    const auto page_of = [&](int block) {
-      return (block * kBlockPages + kGroupIndex) * kPageSize < piece.length ? pages[block * kBlockPages] : -1;
-    };
-    load(std::integral_constant<int, 0>(), page_of(piece.begin));
-    if (piece.begin + 1 < piece.end) load(std::integral_constant<int, 1>(), page_of(piece.begin + 1));
-    int page = 0;
-    bool requested = false;
     Rows rows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -284,20 +248,9 @@ __device__ __forceinline__ void softmax_role(Storage& storage, const TensorMaps&
     const auto visit = [&](auto stage, int block) {
       constexpr int kStage = decltype(stage)::value;
       if (block >= piece.end) return;
-      if (block >= piece.begin + kStages && !requested) load(stage, page);
-      requested = false;
-      if (block + 1 < piece.end) page = page_of(block + 1);
-      constexpr std::integral_constant<int, 1 - kStage> other;
-      const auto meanwhile = [&] {  // the stage of the next block may be free already
-        if (kHalves == 2 && block + 1 >= piece.begin + kStages && block + 1 < piece.end &&
-            mbarrier_test(shared_address(&storage.block_empty[1 - kStage]), parities.before(1 - kStage))) {
-          ask(other, page);
-          requested = true;
-        }
-      };
       const int own_page = block * kBlockPages + kGroupIndex;
       softmax_page<kHalves, kGroupIndex, kStage>(storage, p, rows, parities, first_of_call, piece.length, own_page,
-                                                 (own_page + 1) * kPageSize > all_visible, block == piece.begin, meanwhile);
+                                                 (own_page + 1) * kPageSize > all_visible, block == piece.begin);
     };
     for (int block = piece.begin; block < piece.end; block += kStages) {
       visit(std::integral_constant<int, 0>(), block);

@@ -44,7 +44,8 @@ struct alignas(1024) Storage {
   uint64_t query_full;                        // the copy engine                     both softmax groups: Q of a sequence
   uint64_t key_full[kStages][kBlockPages];    // the copy engine (a warp announces)  the page's softmax group (QK), both PV groups (V)
   uint64_t p_full[kStages];                   // the warps of both softmax groups    both PV groups: P, gamma, moved
-  uint64_t block_empty[kStages];              // 8 warps of the PV groups            both softmax groups: to ask for keys, to write P
+  uint64_t key_empty[kStages];                // 8 warps of the PV groups            a warp of each PV group: to ask for the next keys
+  uint64_t p_empty[kStages];                  // 8 warps of the PV groups            both softmax groups: to write P, gamma, moved
   uint64_t sum_full;                          // 4 warps of softmax group 0          both PV groups: inverse_sum and slot of a sequence
   uint64_t sum_empty;                         // 8 warps of the PV groups            softmax group 0
 };

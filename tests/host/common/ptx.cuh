@@ -29,11 +29,9 @@ inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t barrier) { host::mbarrier(barrier).arrive(0); }
 inline void mbarrier_arrive_expect(uint32_t barrier, int bytes) { host::mbarrier(barrier).arrive(bytes); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { host::mbarrier(barrier).wait(parity); }
-inline bool mbarrier_test(uint32_t barrier, uint32_t parity) { return __all_sync(~0u, host::mbarrier(barrier).test(parity)); }
 
-inline void named_sync(int barrier, int threads) { host::block->named[barrier].meet(threads, true); }
-inline void named_sync_roles(int barrier, int threads) { host::block->named[barrier].meet(threads, true); }
-inline void named_arrive(int barrier, int threads) { host::block->named[barrier].meet(threads, false); }
+inline void named_sync(int barrier, int threads) { host::block->named[barrier].meet(threads); }
+inline void named_sync_roles(int barrier, int threads) { host::block->named[barrier].meet(threads); }
 
 // A box into shared memory, in rows of 128 bytes with swizzled 16-byte pieces; zeros outside the tensor.
 inline void copy_box(uint32_t destination, const CUtensorMap* map, uint32_t barrier, const std::array<int, 5>& from) {
@@ -74,6 +72,7 @@ inline void fence_async_proxy() {}
 
 inline bool elect_one() { return host::lane() == 0; }
 inline uint32_t thread_index() { return threadIdx.x; }
+inline void keep_in_lanes(int&) {}
 inline uint32_t block_index_y() { return blockIdx.y; }
 
 inline void dependency_wait() {}

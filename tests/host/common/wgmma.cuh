@@ -51,11 +51,11 @@ inline void wgmma_bf16_n64(float (&d)[32], uint64_t a, uint64_t b) {
              [&](int column, int k) { return bf16_value(*reinterpret_cast<const uint16_t*>(y.at(column, 2 * k))); });
 }
 
-// A [64, 32] from registers: rows t % 32 / 4 (a0, a2) and + 8 (a1, a3) of the warp's 16, columns 4 (t % 4) … (a0, a1) and + 16.
-inline void from_registers(float (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, bool zero) {
+// A [64, 32] from registers: rows t % 32 / 4 (a[0], a[2]) and + 8 (a[1], a[3]) of the warp's 16, columns 4 (t % 4) … (a[0], a[1]) and + 16.
+template <int kCount>
+void from_registers(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool zero) {
   host::WarpGroup& group = host::group();
-  const uint32_t own[4] = {a0, a1, a2, a3};
-  std::memcpy(group.a[threadIdx.x % 128], own, sizeof(own));
+  std::memcpy(group.a[threadIdx.x % 128], a, sizeof(a));
   group.meet.arrive_and_wait();
   const Operand y(b);
   accumulate(d, zero, 32,
@@ -66,11 +66,13 @@ inline void from_registers(float (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2
              [&](int column, int k) { return e4m3_value(*y.at(column, k)); });
   group.meet.arrive_and_wait();
 }
-inline void wgmma_e4m3_n32_zero(float (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
-  from_registers(d, a0, a1, a2, a3, b, true);
+template <int kCount>
+void wgmma_e4m3_zero(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
+  from_registers(d, a, b, true);
 }
-inline void wgmma_e4m3_n32(float (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
-  from_registers(d, a0, a1, a2, a3, b, false);
+template <int kCount>
+void wgmma_e4m3(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
+  from_registers(d, a, b, false);
 }
 
 }  // namespace snapmla
