@@ -50,7 +50,7 @@ def kernels(results: Results) -> tuple[Source, pd.DataFrame] | None:
 
 
 def build(results: Results) -> None:
-    columns = ("value_mean", "value_std", "keys", "rule", "bits", "relative_l2", "source")
+    columns = ("value_mean", "value_std", "keys", "rule", "block", "bits", "relative_l2", "source")
     table = results.table("accumulation", "accumulation.csv", columns)
     groups = list(table.groupby(["value_mean", "value_std"], sort=False))
     real = kernels(results)
@@ -85,14 +85,14 @@ def build(results: Results) -> None:
     axes[0, 0].set_ylabel("relative L2 of the output")
     handles, names = axes[0, 0].get_legend_handles_labels()
     fig.legend(handles, names, loc="outside upper center", ncols=2)
-    block = sources.published("method.toml")["shape"]["key_block"]
+    blocks = sorted(table["block"].unique())
     bits = sorted(table.loc[table["rule"] != "float32", "bits"].dropna().unique())
     note = ""
     if real:
         note = f" Open markers: kernels on a GPU, batch {real[1]['batch'].iloc[0]:.0f}; FlashMLA's FP8 kernel keeps one accumulator for each part of a sequence."
     footer(
         fig,
-        f"Emulated in blocks of {block} keys: an accumulator that keeps "
+        f"Emulated in blocks of {', '.join(f'{keys:g}' for keys in blocks)} keys: an accumulator that keeps "
         f"{', '.join(f'{bit:g}' for bit in bits)} bits and truncates; flat attention (every key has the "
         f"same weight).{note}",
     )

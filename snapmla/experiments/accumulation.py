@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from omegaconf import MISSING
@@ -31,10 +31,10 @@ from snapmla.metrics import relative_l2
 from snapmla.quantization import E4M3, Quantized, to_e4m3
 from snapmla.reference import (
     FLOAT32_ADDS,
+    KERNEL,
     PROMOTED,
     SINGLE_ACCUMULATOR,
     Accumulation,
-    Rules,
     emulated_attention,
 )
 
@@ -71,17 +71,16 @@ class AccumulationConfig(BaseConfig):
 
 
 def flat_attention(content: Tensor, accumulation: Accumulation, split: int) -> Tensor:
-    """Attention of a zero query over e4m3 content [keys, n] in parts of `split` keys merged by LSE: float32
-    [n]."""
+    """Attention of a zero query over e4m3 content [keys, n] in the kernel's blocks, and in parts of `split` keys merged by
+    LSE: float32 [n]."""
+    rules = replace(KERNEL, accumulation=accumulation)
     query = Quantized(
         torch.zeros(1, 1, content.shape[1]), torch.zeros(1, 1, QK_ROPE_HEAD_DIM), torch.ones(1, 1)
     )
     parts = []
     for part in content.split(split):
         key = Quantized(part, torch.zeros(len(part), QK_ROPE_HEAD_DIM), torch.ones(len(part)))
-        parts.append(
-            emulated_attention(query, key, 1.0, causal=False, rules=Rules(accumulation=accumulation))
-        )
+        parts.append(emulated_attention(query, key, 1.0, causal=False, rules=rules))
     out, _ = merge_partials(*(torch.stack(x)[:, None] for x in zip(*parts, strict=True)))
     return out[0, 0, 0]
 
@@ -148,7 +147,7 @@ def modelled_rows(cfg: AccumulationConfig, progress: Callable[[str], None]) -> l
     return [
         {
             "value_mean": values.mean, "value_std": values.std, "keys": keys, "rule": rule,
-            "bits": accumulation.bits, "relative_l2": found[keys, rule][i], "source": "modelled",
+            "block": KERNEL.block, "bits": accumulation.bits, "relative_l2": found[keys, rule][i], "source": "modelled",
         }
         for i, values in enumerate(cfg.values)
         for keys in cfg.keys
