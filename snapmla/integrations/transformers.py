@@ -10,6 +10,9 @@ given. What is left to do here is the absorption (DeepSeek-V2, section 2.1.3):
 
     q_latent[h] = [W_UK[h]^T q_nope[h], q_rope[h]]        576 wide, against the row [content, rope] of a token
     o[h]        = W_UV[h] · (Σ_t p[h, t] content[t])      the values are the content itself
+
+`enable` makes a model decode so for good, on a paged FP8 or BF16 cache: `generate` works as before. `latents` and
+`absorbed_forward` are for experiments: whole texts, and any attention in latent space.
 """
 
 from __future__ import annotations
@@ -18,15 +21,21 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from snapmla.integrations.transformers_cache import MOST_QUERIES, PagedLatents, Pages
 from snapmla.layout import KV_LORA_RANK, QK_HEAD_DIM, QK_ROPE_HEAD_DIM
+from snapmla.quantization import SNAPMLA
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """``attend(layer, q, content, rope, softmax_scale) -> out``: one layer's attention in latent space.
@@ -36,6 +45,8 @@ any floating type. Query i is at position P + i and sees the keys 0 … P + i (c
 
 IMPLEMENTATION = "snapmla"
 """Name of the attention implementation registered here; by itself, it is ``causal_attention`` of whole texts."""
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What this version of transformers calls a model's cache, among its arguments and outputs."""
 _UNQUANTIZED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # (module, query [b, heads, n, qk], key [b, heads, n, qk], value [b, heads, n, v], scaling) -> as value
 _Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, float], Tensor]
@@ -196,6 +207,136 @@ def causal_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     return out[..., : value.shape[-1]]
 
 
+def enable(
+    model: PreTrainedModel, pages: str | Callable[[torch.device], Pages] = SNAPMLA.name, max_tokens: int = 0
+) -> Enabled:
+    """Make a model decode absorbed, on a paged latent cache; `generate` and plain forwards work as before.
+
+    A prompt is prefilled in the model's own type and cached by Fused-K-Append. Up to 8 tokens behind a cached text go
+    through the decode kernel; more are prefilled on what Fused-Fetch-Dequant reads back of it. Sequences of a batch may
+    have different lengths: give an attention_mask. A `PagedLatents` may be given as the model's cache, or be taken from
+    its outputs, to go on behind a cached text.
+
+    Args:
+        model: a causal MLA model; changed in place.
+        pages: how tokens are stored (`transformers_cache.PAGES`): "snapmla", 644 bytes a token and layer; "bf16", 1152, the
+            baseline; "config_a" … "config_d", Table 2's others, emulated. Or a class like those.
+        max_tokens: room for so many tokens of each sequence is made at once; 0: as needed.
+
+    Returns:
+        A handle whose `disable()` puts the model back, at the end of a `with` block by itself.
+
+    Raises ValueError for a model that is not MLA or not of the supported dimensions.
+    """
+    return Enabled(model, pages, max_tokens)
+
+
+class Enabled:
+    """A model that decodes on a paged latent cache, until `disable`; made by `enable`."""
+
+    def __init__(
+        self, model: PreTrainedModel, pages: str | Callable[[torch.device], Pages], max_tokens: int
+    ) -> None:
+        self._model = model
+        self._new_cache = partial(PagedLatents, len(attention_layers(model)), pages, max_tokens)
+        self._exchange = _Exchange(model)
+        self._hook = model.base_model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def disable(self) -> None:
+        self._hook.remove()
+        self._exchange.undo()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.disable()
+
+    def _before_forward(self, _model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Puts a cache of this kind in the place of an empty one that `generate` or the model would use."""
+        name = CACHE if kwargs.get("past_key_values") is None else "past_key_values"
+        cache, mask = kwargs.get(name), kwargs.get("attention_mask")
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        batch, n = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[:2]
+        if mask is not None and mask.dim() != 2:
+            raise ValueError(f"attention_mask: expected [batch, tokens], got {tuple(mask.shape)}")
+        use_cache = kwargs.get("use_cache")
+        if cache is None and (self._model.config.use_cache if use_cache is None else use_cache):
+            cache = self._new_cache()
+        elif cache is not None and not isinstance(cache, PagedLatents):
+            if cache.get_seq_length() > 0:
+                raise ValueError(f"cache: expected PagedLatents or an empty cache, got {type(cache).__name__}")
+            cache = self._new_cache()
+        real = None
+        if cache is not None:
+            cache.begin(batch, n, mask, next(self._model.parameters()).device)
+            kwargs[name], real = cache, cache.paging.real
+        elif mask is not None and not bool(mask.all()):
+            real = mask.bool()
+        kwargs["snapmla_attention"] = partial(self._attention, cache, real)
+        return args, kwargs
+
+    def _attention(
+        self,
+        cache: PagedLatents | None,
+        real: Tensor | None,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        n, layer = query.shape[2], module.layer_idx
+        if cache is None:
+            return _prefill(module, query, key, value, scaling, real)
+        pages, paging = cache.pages[layer], cache.paging
+        rope = key[:, 0, :, -QK_ROPE_HEAD_DIM:]
+        pages.append(self._exchange.contents.pop(layer), rope.flatten(0, 1), paging)
+        if paging.columns == n:
+            return _prefill(module, query, key, value, scaling, real)
+        if n > MOST_QUERIES or real is not None:
+            past = [pages.fetch(paging.slots_before(i)).to(key.dtype) for i in range(len(query))]
+            return _prefill(module, query, key, value, scaling, real, past)
+        q = _absorb(module, query, query.dtype)
+        out = pages.decode(q, paging, scaling)
+        _, w_uv = _up_projections(module, query.dtype)
+        return torch.einsum("bnhc,hvc->bhnv", out.to(query.dtype), w_uv)
+
+
+def _prefill(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    real: Tensor | None,
+    past: list[Tensor] | None = None,
+) -> Tensor:
+    """Causal attention of new tokens, those hidden by `real` [batch, n] left out, behind each sequence's past [tokens,
+    576]: [batch, heads, n, v_head_dim]."""
+    if real is None and past is None:
+        return causal_attention(module, query, key, value, scaling)
+    out = value.new_zeros(*query.shape[:3], value.shape[-1])
+    for i in range(len(query)):
+        kept = slice(None) if real is None else real[i].nonzero()[:, 0]
+        q, k, v = query[i, :, kept], key[i, :, kept], value[i, :, kept]
+        if past is not None:
+            k, v = (torch.cat(x, 1) for x in zip(_expand(module, past[i]), (k, v), strict=True))
+        v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        mask = causal_lower_right(q.shape[1], k.shape[1])
+        part = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scaling)
+        out[i, :, kept] = part[0, ..., : value.shape[-1]]
+    return out
+
+
+def _expand(module: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [heads, n, qk_nope_head_dim + 64] and values [heads, n, v_head_dim] of cached tokens [n, 576]."""
+    content, rope = tokens.split([KV_LORA_RANK, QK_ROPE_HEAD_DIM], dim=-1)
+    w_uk, w_uv = _up_projections(module, tokens.dtype)
+    k = torch.einsum("nc,hdc->hnd", content, w_uk)
+    return torch.cat([k, rope.expand(len(k), -1, -1)], -1), torch.einsum("nc,hvc->hnv", content, w_uv)
+
+
 def _call_attention(
     module,
     query,
@@ -217,37 +358,46 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _call_attention)
 @contextmanager
 def _exchanged(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
     """Within: the model calls ``snapmla_attention``; the dict holds each layer's newest content [n, 512]."""
-    contents: dict[int, Tensor] = {}
-
-    def keep(layer: int) -> Callable:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            contents[layer] = args[0].reshape(-1, KV_LORA_RANK)
-
-        return hook
-
-    before = model.config._attn_implementation
-    hooks = [m.kv_b_proj.register_forward_pre_hook(keep(m.layer_idx)) for m in attention_layers(model)]
-    model.set_attn_implementation(IMPLEMENTATION)
+    exchange = _Exchange(model)
     try:
-        yield contents
+        yield exchange.contents
     finally:
-        model.set_attn_implementation(before)
-        for hook in hooks:
+        exchange.undo()
+
+
+class _Exchange:
+    """The model calls the registered attention function, and `contents` has each layer's newest content [n, 512]."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.contents = model, {}
+        self._before = model.config._attn_implementation
+        self._hooks = [
+            layer.kv_b_proj.register_forward_pre_hook(partial(self._keep, layer.layer_idx))
+            for layer in attention_layers(model)
+        ]
+        model.set_attn_implementation(IMPLEMENTATION)
+
+    def _keep(self, layer: int, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.contents[layer] = args[0].reshape(-1, KV_LORA_RANK)
+
+    def undo(self) -> None:
+        self.model.set_attn_implementation(self._before)
+        for hook in self._hooks:
             hook.remove()
 
 
-def _up_projections(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """``kv_b_proj`` as W_UK [heads, qk_nope_head_dim, 512] and W_UV [heads, v_head_dim, 512], float32."""
+def _up_projections(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """``kv_b_proj`` as W_UK [heads, qk_nope_head_dim, 512] and W_UV [heads, v_head_dim, 512]."""
     weight = module.kv_b_proj.weight
-    weight = weight.float().view(-1, module.qk_nope_head_dim + module.v_head_dim, KV_LORA_RANK)
+    weight = weight.to(dtype).view(-1, module.qk_nope_head_dim + module.v_head_dim, KV_LORA_RANK)
     return weight[:, : module.qk_nope_head_dim], weight[:, module.qk_nope_head_dim :]
 
 
-def _absorb(module: nn.Module, query: Tensor) -> Tensor:
-    """[heads, n, qk_nope_head_dim + 64] -> [n, heads, 576] float32."""
-    nope, rope = query.float().split([module.qk_nope_head_dim, QK_ROPE_HEAD_DIM], dim=-1)
-    w_uk, _ = _up_projections(module)
-    q = torch.cat([torch.einsum("hnd,hdc->nhc", nope, w_uk), rope.transpose(0, 1)], dim=-1)
+def _absorb(module: nn.Module, query: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[..., heads, n, qk_nope_head_dim + 64] -> [..., n, heads, 576]."""
+    nope, rope = query.to(dtype).split([module.qk_nope_head_dim, QK_ROPE_HEAD_DIM], dim=-1)
+    w_uk, _ = _up_projections(module, dtype)
+    q = torch.cat([torch.einsum("...hnd,hdc->...nhc", nope, w_uk), rope.transpose(-3, -2)], dim=-1)
     assert q.shape[-1] == QK_HEAD_DIM
     return q
 
