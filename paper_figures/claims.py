@@ -289,6 +289,26 @@ def accumulation(results: Results, limit: dict) -> Verdict:
     return verdict(ours <= limit["at_most"], f"{ours:.2f}x", results.label("accumulation", table), detail)
 
 
+def drift(results: Results, limit: dict) -> Verdict:
+    columns = ("variant", "step_from", "step_to", "kl", "top1_agreement", "source")
+    table = results.table("drift", "drift.csv", columns)
+    steps, quarters = table["step_to"].max(), {}
+    for variant, rows in table.groupby("variant"):
+        first, last = rows[rows["step_to"] <= steps / 4], rows[rows["step_from"] >= 3 * steps / 4]
+        if len(first) and len(last):
+            quarters[variant] = first["kl"].mean(), last["kl"].mean()
+    if "snapmla" not in quarters:
+        raise NotRun("drift.csv has no rows of snapmla in the first and the last quarter of its steps")
+    means = ", ".join(
+        f"{label_of(v).split(':')[0]} {a:.1e} and {b:.1e} nats ({b / a:.2f}x)" for v, (a, b) in quarters.items()
+    )
+    agreement = table[table["variant"] == "snapmla"]["top1_agreement"].mean()
+    detail = f"{results.model('drift')}, {steps} steps, first and last quarter: {means}; top-1 agreement {agreement:.1%}"
+    first, last = quarters["snapmla"]
+    ours = f"{last / first:.2f}x"
+    return verdict(last <= limit["at_most"] * first, ours, results.label("drift", table), detail)
+
+
 def kernel_accumulation(results: Results, limit: dict) -> Verdict:
     found = kernel_errors(results)
     if found is None or "snapmla" not in set(found[1]["variant"]):
@@ -317,6 +337,7 @@ JUDGES: dict[str, tuple[Callable[[Results, dict], Verdict], tuple[str, ...]]] = 
     "rope_mse": (rope_mse, ("distribution/mse.csv", "distribution/ranges.csv")),
     "quality": (quality, ("quality/quality.csv",)),
     "accumulation": (accumulation, ("accumulation/accumulation.csv",)),
+    "drift": (drift, ("drift/drift.csv",)),
     "kernel_accumulation": (kernel_accumulation, ("accumulation/kernels.csv",)),
 }
 

@@ -81,7 +81,7 @@ def accumulation() -> pd.DataFrame:
     rows = [
         {
             "value_mean": mean, "value_std": std, "keys": keys, "rule": rule,
-            "bits": 24 if rule == "float32" else 13,
+            "block": 128, "bits": 24 if rule == "float32" else 13,
             "relative_l2": 0.001 * (keys / 1024) ** power, "source": "measured",
         }
         for (mean, std), keys, (rule, power) in itertools.product(
@@ -211,6 +211,17 @@ def quality() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def drift() -> pd.DataFrame:
+    rows = [
+        {
+            "variant": variant, "prompt": 99, "step_from": step, "step_to": step + 100,
+            "kl": 1e-4 * size * (1 + step / 4000), "top1_agreement": 1 - 0.01 * size, "n": 100, "source": "measured",
+        }
+        for (variant, size), step in itertools.product((("snapmla", 1), ("config_a", 3)), range(0, 800, 100))
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 class Fake:
     """Tables by (experiment, file name); change or delete entries, then ``write`` them below a folder."""
 
@@ -227,6 +238,7 @@ class Fake:
             ("kernel_bench", "roofline.csv"): roofline(),
             ("throughput", "throughput.csv"): throughput(),
             ("quality", "quality.csv"): quality(),
+            ("drift", "drift.csv"): drift(),
         }
 
     def write(self, root: Path) -> Path:

@@ -17,7 +17,7 @@ import pytest
 from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, timed, timed_errors, write_run_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "paper_figures"
-FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation")
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
 TABLES = ("table1", "table2", "table_kernels")
 INPUTS = {
     "fig1": "throughput/throughput.csv",
@@ -26,12 +26,13 @@ INPUTS = {
     "fig5": "kernel_bench/kernel_bench.csv",
     "fig6": "kernel_bench/roofline.csv",
     "fig_accumulation": "accumulation/accumulation.csv",
+    "fig_drift": "drift/drift.csv",
     "table1": "quality/quality.csv",
     "table2": "fidelity/layer_error.csv",
 }
 PANELS = {
     "fig1": 6, "fig2": 1, "fig3": 3, "fig4": 6, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
-    "fig_accumulation": 2,
+    "fig_accumulation": 2, "fig_drift": 2,
 }  # fmt: skip
 
 
@@ -331,6 +332,7 @@ def unchanged(fake: Fake) -> None:
 ERRORS, MSE = ("fidelity", "layer_error.csv"), ("distribution", "mse.csv")
 THROUGHPUT, QUALITY = ("throughput", "throughput.csv"), ("quality", "quality.csv")
 ACCUMULATION = ("accumulation", "accumulation.csv")
+DRIFT = ("drift", "drift.csv")
 ONE_GROWS = "rule == 'promoted' and keys == 65536 and value_mean == 0"
 CASES = [
     ("throughput", unchanged, "NOT RUN"),
@@ -379,6 +381,10 @@ CASES = [
     ("accumulation", unchanged, "PASS"),
     ("accumulation", scale(ACCUMULATION, ONE_GROWS, "relative_l2", 2), "FAIL"),
     ("accumulation", drop(*ACCUMULATION), "NOT RUN"),
+    ("drift", unchanged, "PASS"),
+    ("drift", scale(DRIFT, "variant == 'snapmla' and step_from >= 600", "kl", 2), "FAIL"),
+    ("drift", scale(DRIFT, "variant == 'config_a' and step_from >= 600", "kl", 2), "PASS"),
+    ("drift", drop(*DRIFT), "NOT RUN"),
     ("kernel_accumulation", unchanged, "NOT RUN"),
     ("kernel_accumulation", kernels_err(0.0015), "PASS"),
     ("kernel_accumulation", kernels_err(0.03), "FAIL"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from snapmla.experiments import drift
 from snapmla.integrations import transformers as hf
 from snapmla.probe import corpus, latents, muon, quality, source, train
 
@@ -190,6 +191,24 @@ def test_quality_rejects_what_it_cannot_score(probe: source.Source) -> None:
         quality.evaluate(probe, ["snapmla"], exact, context=96, windows=1, scored=8)
     with pytest.raises(ValueError, match="scored: expected 1 to 96 .* got 97"):
         quality.evaluate(probe, ["bf16"], exact, context=96, windows=1, scored=97)
+
+
+def test_drift_is_the_divergence_of_single_steps(probe: source.Source) -> None:
+    """In calls of 8 tokens as one by one, on two texts at once as on one."""
+    tokens = corpus.spread(probe.tokens, 2, 104)
+    found = drift.decode(probe.model, tokens, 88, ["snapmla", "config_a"])
+    logs = {}
+    for name in ("bf16", "snapmla"):
+        with hf.enable(probe.model, name), torch.no_grad():
+            cache = probe.model(tokens[:1, :88], use_cache=True)[hf.CACHE]
+            steps = [probe.model(tokens[:1, t : t + 1], **{hf.CACHE: cache}).logits for t in range(88, 104)]
+        logs[name] = torch.cat(steps, 1)[0].float().log_softmax(-1)
+    kl, agrees = found["snapmla"]
+    assert kl.shape == agrees.shape == (2, 16)
+    expected = (logs["bf16"].exp() * (logs["bf16"] - logs["snapmla"])).sum(-1)
+    torch.testing.assert_close(kl[0], expected, rtol=0.1, atol=1e-6)
+    assert torch.equal(agrees[0], logs["bf16"].argmax(-1) == logs["snapmla"].argmax(-1))
+    assert found["config_a"][0].mean() > 0 and (kl > -1e-6).all()
 
 
 def test_interval_is_students() -> None:

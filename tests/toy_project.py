@@ -18,6 +18,7 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
     "distribution": (["latents/latents.json"], ["ranges.csv", "histogram.csv", "mse.csv"]),
     "fidelity": (["latents/latents.json", "probe/model"], ["layer_error.csv"]),
     "quality": (["probe/model"], ["quality.csv"]),
+    "drift": (["probe/model"], ["drift.csv"]),
     "accumulation": (["kernels/kernels.csv"], ["accumulation.csv", "kernels.csv"]),
     "kernel_bench": (
         ["kernels/kernels.csv"],
@@ -26,7 +27,7 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
     "throughput": ([], ["throughput.csv"]),
 }
 MEASURING = ("kernel_bench", "throughput")
-FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation")
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
 TABLES = ("table1", "table2", "table_kernels")
 
 EXPERIMENT = '''"""A stand-in for the experiment {name}."""

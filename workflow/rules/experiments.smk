@@ -34,6 +34,11 @@ EXPERIMENTS = {
         makes=["quality.csv"],
         threads=2,
     ),
+    "drift": dict(
+        needs=["probe/model/config.json", "probe/model/model.safetensors"],
+        makes=["drift.csv"],
+        threads=2,
+    ),
     "accumulation": dict(needs=["kernels/kernels.csv"], makes=["accumulation.csv", "kernels.csv"]),
     "kernel_bench": dict(needs=["kernels/kernels.csv"], makes=["kernel_bench.csv", "latency.csv", "ceilings.csv", "roofline.csv"], gpu=1),
     "throughput": dict(needs=[], makes=["throughput.csv"], gpu=1),

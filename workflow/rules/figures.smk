@@ -10,9 +10,10 @@ FIGURES = {  # and the experiments whose results each shows
     "fig7": [],
     "algorithm1": [],
     "fig_accumulation": ["accumulation"],
+    "fig_drift": ["drift"],
 }
 TABLES = {"table1": ["quality"], "table2": ["fidelity"], "table_kernels": ["kernel_bench"]}
-CLAIMS = {"claims": ["throughput", "kernel_bench", "distribution", "fidelity", "accumulation", "quality"]}
+CLAIMS = {"claims": ["throughput", "kernel_bench", "distribution", "fidelity", "accumulation", "quality", "drift"]}
 
 DRAWN = {  # the files of each; the first one stands in the report
     **{name: [f"figures/{name}.{kind}" for kind in ("svg", "pdf", "png")] for name in FIGURES},
