@@ -185,6 +185,8 @@ def test_bad_input_is_named() -> None:
             model(ids, attention_mask=torch.ones(2, 1, 6, 6))
         with pytest.raises(ValueError, match="expected a batch of 2.*got 1"):
             model(ids[:1, :1], **{hf.CACHE: cache})
+        with pytest.raises(ValueError, match="on already"):
+            hf.enable(model)
         with pytest.raises(ValueError, match="crop: expected.*got 3"):
             cache.crop(3)
     with pytest.raises(ValueError, match="kv_lora_rank"):

@@ -210,7 +210,7 @@ def causal_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
 def enable(
     model: PreTrainedModel, pages: str | Callable[[torch.device], Pages] = SNAPMLA.name, max_tokens: int = 0
 ) -> Enabled:
-    """Make a model decode absorbed, on a paged latent cache; `generate` and plain forwards work as before.
+    """Make a model decode absorbed, on a paged latent cache; `generate` and plain forwards work as before. For inference.
 
     A prompt is prefilled in the model's own type and cached by Fused-K-Append. Up to 8 tokens behind a cached text go
     through the decode kernel; more are prefilled on what Fused-Fetch-Dequant reads back of it. Sequences of a batch may
@@ -226,7 +226,7 @@ def enable(
     Returns:
         A handle whose `disable()` puts the model back, at the end of a `with` block by itself.
 
-    Raises ValueError for a model that is not MLA or not of the supported dimensions.
+    Raises ValueError for a model that is not MLA, not of the supported dimensions, or enabled already.
     """
     return Enabled(model, pages, max_tokens)
 
@@ -237,6 +237,8 @@ class Enabled:
     def __init__(
         self, model: PreTrainedModel, pages: str | Callable[[torch.device], Pages], max_tokens: int
     ) -> None:
+        if model.config._attn_implementation == IMPLEMENTATION:
+            raise ValueError(f"model: expected another attention than {IMPLEMENTATION!r}, which is on already")
         self._model = model
         self._new_cache = partial(PagedLatents, len(attention_layers(model)), pages, max_tokens)
         self._exchange = _Exchange(model)
@@ -291,7 +293,8 @@ class Enabled:
             return _prefill(module, query, key, value, scaling, real)
         pages, paging = cache.pages[layer], cache.paging
         rope = key[:, 0, :, -QK_ROPE_HEAD_DIM:]
-        pages.append(self._exchange.contents.pop(layer), rope.flatten(0, 1), paging)
+        content = self._exchange.contents.pop(layer).detach()
+        pages.append(content, rope.detach().flatten(0, 1), paging)
         if paging.columns == n:
             return _prefill(module, query, key, value, scaling, real)
         if n > MOST_QUERIES or real is not None:
@@ -369,7 +372,8 @@ class _Exchange:
     """The model calls the registered attention function, and `contents` has each layer's newest content [n, 512]."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.contents = model, {}
+        self.model = model
+        self.contents: dict[int, Tensor] = {}
         self._before = model.config._attn_implementation
         self._hooks = [
             layer.kv_b_proj.register_forward_pre_hook(partial(self._keep, layer.layer_idx))
