@@ -66,7 +66,8 @@ test: setup ## run the tests; GPU tests skip without a Hopper GPU (PYTEST_ARGS="
 sync: setup ## upload the offline Weights & Biases runs (needs WANDB_API_KEY or wandb login)
 	@$(RUN) $(PY) -m snapmla.tracking sync
 
-record: setup ## keep what this GPU measured in results/recorded/ (after `make all` on a Hopper GPU)
+record: setup ## measure on this machine's Hopper GPU what has not been, and keep it in results/recorded/
+	@$(RUN) $(PY) -m snakemake kernel_bench accumulation --configfile "conf/workflow/$(SIZE).yaml" --cores $(CORES) $(SNAKEMAKE_ARGS)
 	@$(PY) -m snapmla.record
 
 lint: setup ## check style (ruff) and the workflow (snakemake --lint)
