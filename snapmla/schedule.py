@@ -3,7 +3,8 @@
 A sequence costs `SEQUENCE_COST` plus its key blocks. Laid end to end, the sequences make a line that is cut into equal
 parts, each visited by its own thread blocks (one for each tile of `ROW_TILE` rows); a sequence that is cut has its
 parts combined afterwards. In parts of s blocks the longest sequence, of n, takes the time of s blocks and of combining
-n / s parts, `COMBINED_PARTS` a block: so s is at least sqrt(n / `COMBINED_PARTS`). Lengths are read on the device only, so that a captured CUDA graph follows new ones.
+n / s parts, `COMBINED_PARTS` a block: so s is at least sqrt(n / `COMBINED_PARTS`). Lengths are read on the device only,
+so that a captured CUDA graph follows new ones.
 """
 
 from __future__ import annotations

@@ -37,16 +37,21 @@ __device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
   c(d[16]), c(d[17]), c(d[18]), c(d[19]), c(d[20]), c(d[21]), c(d[22]), c(d[23]), \
   c(d[24]), c(d[25]), c(d[26]), c(d[27]), c(d[28]), c(d[29]), c(d[30]), c(d[31])
 
+// The same accumulators in the instruction, and a false predicate for its scale-d.
+#define SNAPMLA_LIST_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+#define SNAPMLA_LIST_32 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define SNAPMLA_FALSE_P "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+
 #define SNAPMLA_OUT(x) "=f"(x)
 #define SNAPMLA_INOUT(x) "+f"(x)
 
 // d [64, 64] = A [64, 32] B [64, 32]^T in e4m3, both from shared memory.
 __device__ __forceinline__ void wgmma_e4m3_n64_zero(float (&d)[32], uint64_t a, uint64_t b) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      SNAPMLA_FALSE_P
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SNAPMLA_LIST_32
       "%32, %33, p, 1, 1;\n}"
       : SNAPMLA_32(SNAPMLA_OUT)
       : "l"(a), "l"(b));
@@ -55,9 +60,7 @@ __device__ __forceinline__ void wgmma_e4m3_n64_zero(float (&d)[32], uint64_t a, 
 // d [64, 64] += A [64, 32] B [64, 32]^T in e4m3, both from shared memory.
 __device__ __forceinline__ void wgmma_e4m3_n64(float (&d)[32], uint64_t a, uint64_t b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SNAPMLA_LIST_32
       "%32, %33, 1, 1, 1;"
       : SNAPMLA_32(SNAPMLA_INOUT)
       : "l"(a), "l"(b));
@@ -66,9 +69,7 @@ __device__ __forceinline__ void wgmma_e4m3_n64(float (&d)[32], uint64_t a, uint6
 // d [64, 64] += A [64, 16] B [64, 16]^T in BF16, both from shared memory.
 __device__ __forceinline__ void wgmma_bf16_n64(float (&d)[32], uint64_t a, uint64_t b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SNAPMLA_LIST_32
       "%32, %33, 1, 1, 1, 0, 0;"
       : SNAPMLA_32(SNAPMLA_INOUT)
       : "l"(a), "l"(b));
@@ -78,9 +79,8 @@ __device__ __forceinline__ void wgmma_bf16_n64(float (&d)[32], uint64_t a, uint6
 // warp's 16, columns 4 (t % 4) … + 3 (a[0], a[1]) and + 16 (a[2], a[3]).
 __device__ __forceinline__ void wgmma_e4m3_zero(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      SNAPMLA_FALSE_P
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 " SNAPMLA_LIST_16
       "{%16, %17, %18, %19}, %20, p, 1, 1;\n}"
       : SNAPMLA_16(SNAPMLA_OUT)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
@@ -89,8 +89,7 @@ __device__ __forceinline__ void wgmma_e4m3_zero(float (&d)[16], const uint32_t (
 // d [64, 32] += A [64, 32] B [32, 32]^T in e4m3, A from registers.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 " SNAPMLA_LIST_16
       "{%16, %17, %18, %19}, %20, 1, 1, 1;"
       : SNAPMLA_16(SNAPMLA_INOUT)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
@@ -99,10 +98,8 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[16], const uint32_t (&a)[4
 // d [64, 64] = A [64, 32] B [64, 32]^T in e4m3, A from registers as above.
 __device__ __forceinline__ void wgmma_e4m3_zero(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      SNAPMLA_FALSE_P
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SNAPMLA_LIST_32
       "{%32, %33, %34, %35}, %36, p, 1, 1;\n}"
       : SNAPMLA_32(SNAPMLA_OUT)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
@@ -111,9 +108,7 @@ __device__ __forceinline__ void wgmma_e4m3_zero(float (&d)[32], const uint32_t (
 // d [64, 64] += A [64, 32] B [64, 32]^T in e4m3, A from registers as above.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SNAPMLA_LIST_32
       "{%32, %33, %34, %35}, %36, 1, 1, 1;"
       : SNAPMLA_32(SNAPMLA_INOUT)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
@@ -121,6 +116,9 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4
 
 #undef SNAPMLA_16
 #undef SNAPMLA_32
+#undef SNAPMLA_LIST_16
+#undef SNAPMLA_LIST_32
+#undef SNAPMLA_FALSE_P
 #undef SNAPMLA_OUT
 #undef SNAPMLA_INOUT
 

@@ -202,8 +202,13 @@ def causal_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     """
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"attention: expected {key.shape[2]} queries, one per key, got {query.shape[2]}")
+    return _padded_attention(query, key, value, scaling, is_causal=True)
+
+
+def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, **mask) -> Tensor:
+    """Torch's attention with V padded to the width of Q and K."""
     padded = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
-    out = F.scaled_dot_product_attention(query, key, padded, is_causal=True, scale=scaling)
+    out = F.scaled_dot_product_attention(query, key, padded, scale=scaling, **mask)
     return out[..., : value.shape[-1]]
 
 
@@ -298,7 +303,8 @@ class Enabled:
         if paging.columns == n:
             return _prefill(module, query, key, value, scaling, real)
         if n > MOST_QUERIES or real is not None:
-            past = [pages.fetch(paging.slots_before(i)).to(key.dtype) for i in range(len(query))]
+            lengths = enumerate(paging.before.tolist())
+            past = [pages.fetch(paging.slots_of(i, length)).to(key.dtype) for i, length in lengths]
             return _prefill(module, query, key, value, scaling, real, past)
         q = _absorb(module, query, query.dtype)
         out = pages.decode(q, paging, scaling)
@@ -325,10 +331,8 @@ def _prefill(
         q, k, v = query[i, :, kept], key[i, :, kept], value[i, :, kept]
         if past is not None:
             k, v = (torch.cat(x, 1) for x in zip(_expand(module, past[i]), (k, v), strict=True))
-        v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
         mask = causal_lower_right(q.shape[1], k.shape[1])
-        part = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scaling)
-        out[i, :, kept] = part[0, ..., : value.shape[-1]]
+        out[i, :, kept] = _padded_attention(q[None], k[None], v[None], scaling, attn_mask=mask)[0]
     return out
 
 

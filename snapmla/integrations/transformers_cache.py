@@ -45,14 +45,12 @@ class Paging:
     def grow(self, columns: int) -> None:
         """Make room for so many tokens of each sequence."""
         rows = -(-columns // PAGE_SIZE)
-        first = torch.arange(self.batch, device=self.device)[:, None]
-        pages = torch.arange(rows, device=self.device)[None] * self.batch + first
         if rows > self.block_table.shape[1]:
-            self.block_table = pages.int()
+            first = torch.arange(self.batch, device=self.device)[:, None]
+            self.block_table = (torch.arange(rows, device=self.device)[None] * self.batch + first).int()
 
     def begin(self, n: int, attention_mask: Tensor | None) -> None:
-        """A step of n more tokens of each sequence."""
-        self.grow(self.columns + n)
+        """A step of n more tokens of each sequence, for which there is room."""
         real = torch.ones(self.batch, n, dtype=torch.bool, device=self.device)
         self.real = None
         if attention_mask is not None:
@@ -60,8 +58,7 @@ class Paging:
             # One token each is one generated for each sequence; asking for more makes the host wait, once a prefill.
             self.real = None if n == 1 or bool(real.all()) else real
         position = self.lengths[:, None] + real.cumsum(1) - 1
-        page = self.block_table.gather(1, (position // PAGE_SIZE).clamp_min(0)).long()
-        self.slots = torch.where(real, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+        self.slots = torch.where(real, self._slots(self.block_table, position.clamp_min(0)), -1)
         self.before, self.lengths = self.lengths, (self.lengths + real.sum(1)).int()
         self.columns += n
         self._schedule: Tensor | None = None
@@ -72,10 +69,13 @@ class Paging:
             self._schedule = decode_schedule(self.lengths, self.block_table, s_q, heads)
         return self._schedule
 
-    def slots_before(self, sequence: int) -> Tensor:
-        """Slots of a sequence's tokens before this step: int64 [tokens]. The host waits for their number."""
-        position = torch.arange(int(self.before[sequence]), device=self.device)
-        return self.block_table[sequence].long()[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+    def slots_of(self, sequence: int, tokens: int) -> Tensor:
+        """Slots of a sequence's first tokens: int64 [tokens]."""
+        return self._slots(self.block_table[sequence], torch.arange(tokens, device=self.device))
+
+    @staticmethod
+    def _slots(pages: Tensor, position: Tensor) -> Tensor:
+        return pages.gather(-1, position // PAGE_SIZE).long() * PAGE_SIZE + position % PAGE_SIZE
 
     def select(self, index: Tensor) -> None:
         """Sequence i becomes what sequence index[i] was."""
@@ -170,8 +170,7 @@ class UnquantizedPages(Pages):
             return flashmla.prepare(q, self.buffer[:, :, None], *where, softmax_scale)()[0]
         outs = []
         for sequence, length in enumerate(paging.lengths.tolist()):
-            pages = paging.block_table[sequence, : -(-length // PAGE_SIZE)].long()
-            tokens = self.buffer[pages].flatten(0, 1)[:length]
+            tokens = self.fetch(paging.slots_of(sequence, length))
             keys = tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:]
             outs.append(attend(self.attention, q[sequence], *keys, softmax_scale))
         return torch.stack(outs)
