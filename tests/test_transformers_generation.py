@@ -157,6 +157,15 @@ def test_hidden_tokens_change_nothing(use_cache: bool) -> None:
         assert first[hf.CACHE].paging.lengths.tolist() == [40, 1, 70]
 
 
+@pytest.mark.parametrize("pages", ["snapmla", "bf16"])
+def test_a_single_hidden_token_is_not_stored(pages: str) -> None:
+    cache = PagedLatents(1, pages)
+    cache.begin(2, 1, torch.tensor([[0], [1]]), torch.device("cpu"))
+    cache.pages[0].append(torch.ones(2, 512), torch.ones(2, 64), cache.paging)
+    tokens = cache.pages[0].fetch(torch.arange(128))
+    assert tokens.float().abs().sum(1).nonzero().flatten().tolist() == [64]  # the second sequence's first slot
+
+
 @pytest.mark.parametrize(("pages", "bytes_per_token"), [("snapmla", 644), ("bf16", 1152)])
 def test_bytes_are_the_calculators(pages: str, bytes_per_token: int) -> None:
     model = build("v3")

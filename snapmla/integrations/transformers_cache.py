@@ -55,8 +55,7 @@ class Paging:
         self.real = None
         if attention_mask is not None:
             real = attention_mask[:, -n:].to(self.device).bool()
-            # One token each is one generated for each sequence; asking for more makes the host wait, once a prefill.
-            self.real = None if n == 1 or bool(real.all()) else real
+            self.real = None if bool(real.all()) else real  # the host waits, once a step for all layers
         position = self.lengths[:, None] + real.cumsum(1) - 1
         self.slots = torch.where(real, self._slots(self.block_table, position.clamp_min(0)), -1)
         self.before, self.lengths = self.lengths, (self.lengths + real.sum(1)).int()
