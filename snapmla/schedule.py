@@ -3,7 +3,8 @@
 A sequence costs `SEQUENCE_COST` plus its key blocks. Laid end to end, the sequences make a line that is cut into equal
 parts, each visited by its own thread blocks (one for each tile of `ROW_TILE` rows); a sequence that is cut has its
 parts combined afterwards. In parts of s blocks the longest sequence, of n, takes the time of s blocks and of combining
-n / s parts, `COMBINED_PARTS` a block: so s is at least sqrt(n / `COMBINED_PARTS`). Lengths are read on the device only,
+n / s parts, `COMBINED_PARTS` a block: so s is at least sqrt(n / `COMBINED_PARTS`). Where parts longer by up to
+`CUT_COST` hold the longest sequence, they do: equal sequences then remain whole. Lengths are read on the device only,
 so that a captured CUDA graph follows new ones.
 """
 
@@ -22,6 +23,9 @@ BLOCK_KEYS = 2 * PAGE_SIZE
 
 SEQUENCE_COST = 2
 """What a sequence costs besides its key blocks, in blocks: its queries' load, the pipeline's start, its results."""
+
+CUT_COST = 4
+"""What it costs to cut a sequence, in blocks: the second part's start, partial results, their combination."""
 
 COMBINED_PARTS = 16
 """Parts of a sequence that are combined in the time of one key block."""
@@ -56,6 +60,9 @@ def boundaries(cache_seqlens: Tensor, max_pages: int, parts: int) -> Tensor:
     share = max(-(-total // parts), 1)
     while COMBINED_PARTS * share**2 < longest:
         share += 1
+    whole = longest + SEQUENCE_COST
+    if share < whole <= share + CUT_COST:
+        share = whole
     cuts = torch.arange(parts + 1) * share
     sequence = torch.searchsorted(ends, cuts, right=True)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])[sequence]

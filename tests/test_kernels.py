@@ -13,7 +13,7 @@ import pytest
 from snapmla import layout, native, quantization
 from snapmla.experiments import kernels
 from snapmla.reference.emulated import DROP_BITS, KEEP_BITS
-from snapmla.schedule import BLOCK_KEYS, COMBINED_PARTS, ROW_TILE, SEQUENCE_COST
+from snapmla.schedule import BLOCK_KEYS, COMBINED_PARTS, CUT_COST, ROW_TILE, SEQUENCE_COST
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 NVCC = subprocess.run(
@@ -50,6 +50,7 @@ def test_decode_rules_are_the_librarys():
     assert int(found["kBlockPages"]) * layout.PAGE_SIZE == BLOCK_KEYS
     assert int(found["kSequenceCost"]) == SEQUENCE_COST
     assert int(found["kCombinedParts"]) == COMBINED_PARTS
+    assert int(found["kCutCost"]) == CUT_COST
 
 
 def test_interface_is_the_headers():

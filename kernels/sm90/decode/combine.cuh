@@ -48,7 +48,6 @@ __device__ __forceinline__ float block_max(float x) {
 // Groups of threads take parts in turns.
 template <int kGroups>
 __global__ void __launch_bounds__(kGroups * kCombineThreads) combine_kernel(const __grid_constant__ Params p) {
-  dependency_wait();  // for the decode kernel's results
   const int row = blockIdx.x;
   int sequence = blockIdx.y;
   if (p.batch > p.parts) {
@@ -59,6 +58,7 @@ __global__ void __launch_bounds__(kGroups * kCombineThreads) combine_kernel(cons
   constexpr int kThreads = kGroups * kCombineThreads;
   const Cuts cuts = cuts_of<kThreads>(p, sequence);
   if (cuts.first > cuts.last) return;
+  dependency_wait();  // for the decode kernel's results; the schedule is older
   const int first = cuts.first - 1, last = cuts.last;
 
   const int tile = row / kRowTile, tile_row = row % kRowTile;

@@ -34,6 +34,8 @@ constexpr int kValueRegisters = 2 * 128 - kSoftmaxRegisters<kHalves>;
 
 // What a sequence costs besides its key blocks, in key blocks: its queries' load, pipeline start and results.
 constexpr int kSequenceCost = 2;
+// What it costs to cut a sequence, in key blocks: the second part's start, partial results, their combination.
+constexpr int kCutCost = 4;
 // Parts of a sequence that are combined in the time of one key block.
 constexpr int kCombinedParts = 16;
 

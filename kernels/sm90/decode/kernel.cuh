@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     mbarrier_init(shared_address(&storage.sum_empty), kValueWarps);
     mbarrier_init_fence();
   }
-  dependency_launch();
-  dependency_wait();  // for the schedule, the queries and the cache
+  dependency_wait();    // for the schedule, the queries and the cache
+  dependency_launch();  // only now: the combination may then read the schedule at once
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) storage.boundaries[i] = p.boundaries[part + i];
   }

@@ -10,7 +10,8 @@ constexpr int kScheduleThreads = 1024;
 
 // A sequence costs kSequenceCost + its blocks; laid end to end they make a line, cut into at most `parts` equal pieces. In pieces of s
 // the longest sequence of n blocks takes the time of s blocks and of combining n / s parts, kCombinedParts a block: so a piece is not
-// less than s = sqrt(n / kCombinedParts), rounded up. A cut inside a sequence's first kSequenceCost units, or before it, comes before
+// less than s = sqrt(n / kCombinedParts), rounded up. And where pieces longer by up to kCutCost hold the longest sequence, they do: equal
+// sequences then remain whole. A cut inside a sequence's first kSequenceCost units, or before it, comes before
 // its first block.
 __global__ void __launch_bounds__(kScheduleThreads) schedule_kernel(const int* cache_seqlens, int batch, int max_pages, int parts,
                                                                     Boundary* boundaries) {
@@ -48,6 +49,8 @@ __global__ void __launch_bounds__(kScheduleThreads) schedule_kernel(const int* c
 
   int64_t share = max((total + parts - 1) / parts, int64_t(1));
   while (kCombinedParts * share * share < longest) ++share;
+  const int whole = kSequenceCost + longest;
+  if (whole > share && whole <= share + kCutCost) share = whole;
   for (int sequence = begin; sequence < end; ++sequence) {
     const int64_t stop = start + kSequenceCost + blocks(sequence);
     for (int64_t part = (start + share - 1) / share; part * share < stop && part <= parts; ++part) {
