@@ -62,7 +62,7 @@ def check(call: Call, parts: int) -> None:
         ([1, 130, 0], 1, 64, 2),
         ([700], 2, 40, 3),
         ([200, 65], 1, 128, 1),
-        ([900], 1, 20, 40),
+        ([2200], 1, 8, 40),
     ],
 )
 def test_kernel_equals_emulation(lengths, s_q, heads, parts):

@@ -130,7 +130,9 @@ int snapmla_mla_decode(snapmla_query query, snapmla_cache cache, snapmla_batch b
       launch_overlapped(kernel, dim3(tiles, parts), kThreads, sizeof(Storage), launch_stream, maps, p);
   if (launched != cudaSuccess || parts == 1) return launched;
   const unsigned candidates = unsigned(std::min(batch.size, split.parts));
-  const bool many = split.parts >= 8 * batch.size;  // parts of a sequence, on average
+  // Parts that a sequence has at most, on average: more than one group of threads loads in two goes?
+  const int64_t most = std::min(split.parts / batch.size, (batch.max_pages + kBlockPages - 1) / kBlockPages);
+  const bool many = most > 2 * kInFlight;
   return launch_overlapped(many ? combine_kernel<kManyGroups> : combine_kernel<1>, dim3(unsigned(rows), candidates),
                            (many ? kManyGroups : 1) * kCombineThreads, 0, launch_stream, p);
 }
