@@ -9,7 +9,7 @@ import torch
 import transformers
 from test_transformers_integration import CASES, build
 
-from snapmla import layout
+from snapmla import layout, memory
 from snapmla.integrations import transformers as hf
 from snapmla.integrations.transformers_cache import PAGES, FP8Pages, PagedLatents, UnquantizedPages
 from snapmla.reference import attend
@@ -177,6 +177,19 @@ def test_bytes_are_the_calculators(pages: str, bytes_per_token: int) -> None:
     for _ in range(300):
         grown.begin(2, 1, None, torch.device("cpu"))
     assert 300 * 6 * bytes_per_token <= grown.nbytes <= 1.6 * (300 + layout.PAGE_SIZE) * 6 * bytes_per_token
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", ["snapmla", "bf16"])
+def test_peak_memory_of_a_long_cache_is_the_calculators(pages: str) -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cache = PagedLatents(27, pages, max_tokens=32768)
+    cache.begin(1, 1, None, torch.device("cuda"))
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak == pytest.approx(27 * 32768 * memory.cache_bytes_per_token(pages), rel=0.02)
+    assert cache.nbytes <= peak
 
 
 def test_bad_input_is_named() -> None:

@@ -17,11 +17,13 @@ import torch
 from omegaconf import MISSING
 from torch import Tensor
 
+from snapmla.experiments import _source
 from snapmla.experiments._app import BaseConfig, Run, application
-from snapmla.experiments.latents import SourceConfig
+from snapmla.experiments._source import SourceConfig
 from snapmla.integrations import transformers as hf
-from snapmla.integrations.transformers_cache import MOST_QUERIES, PagedLatents
-from snapmla.probe import corpus, source
+from snapmla.integrations.transformers_cache import PagedLatents
+from snapmla.layout import MAX_QUERIES
+from snapmla.probe import corpus
 
 BASELINE = "bf16"
 
@@ -48,11 +50,11 @@ def decode(
     caches = {name: PagedLatents(layers, name, tokens.shape[1]) for name in [BASELINE, *variants]}
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in variants}
     with hf.enable(model):
-        for begin in [0, *range(prompt, tokens.shape[1], MOST_QUERIES)]:
-            end = prompt if begin == 0 else begin + MOST_QUERIES
+        for begin in [0, *range(prompt, tokens.shape[1], MAX_QUERIES)]:
+            end = prompt if begin == 0 else begin + MAX_QUERIES
             piece = tokens[:, begin:end]
             logits = {
-                name: model(piece, use_cache=True, logits_to_keep=MOST_QUERIES, **{hf.CACHE: cache}).logits
+                name: model(piece, use_cache=True, logits_to_keep=MAX_QUERIES, **{hf.CACHE: cache}).logits
                 for name, cache in caches.items()
             }
             if begin == 0:
@@ -67,12 +69,12 @@ def decode(
 
 @application("drift", DriftConfig)
 def main(cfg: DriftConfig, run: Run) -> None:
-    if cfg.steps % MOST_QUERIES or cfg.steps % cfg.bin:
-        raise ValueError(f"steps must be a multiple of {MOST_QUERIES} and of bin {cfg.bin}, got {cfg.steps}.")
+    if cfg.steps % MAX_QUERIES or cfg.steps % cfg.bin:
+        raise ValueError(f"steps must be a multiple of {MAX_QUERIES} and of bin {cfg.bin}, got {cfg.steps}.")
     if BASELINE in cfg.variants:
         raise ValueError(f"variants must not name {BASELINE}, which they are compared with, got it.")
-    origin = source.load(cfg.source.path or run.input("probe", "model"), probe=cfg.source.path is None)
-    tokens = corpus.spread(origin.tokens, cfg.windows, cfg.prompt + cfg.steps)
+    origin = _source.load(cfg.source, run)
+    tokens = corpus.spread(origin.tokens, cfg.windows, cfg.prompt + cfg.steps).to(origin.model.device)
     rows = []
     for name, (kl, agrees) in decode(origin.model, tokens, cfg.prompt, cfg.variants).items():
         for step in range(0, cfg.steps, cfg.bin):

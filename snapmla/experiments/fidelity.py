@@ -5,9 +5,9 @@
 Two panels. Teacher-forced: every layer gets the latents and queries of the unquantized model. Accumulated:
 the last tokens of the context run through the whole model with the variant's attention in every layer, so
 that each layer also gets the errors of those before it (in what these tokens cache as well as in what they
-ask). Both on the context of results/latents/.
+ask). Both on the context of results/latents/. On a Hopper GPU the kernels compute the first panel as well.
 
-Writes results/fidelity/layer_error.csv.
+Writes results/fidelity/layer_error.csv and kernels.csv (the kernels' errors, and how far they are from their emulation).
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from snapmla import results
+from snapmla.experiments import _source
 from snapmla.experiments._app import BaseConfig, Run, application
-from snapmla.experiments.latents import SourceConfig
+from snapmla.experiments._source import SourceConfig
+from snapmla.integrations import flashmla
 from snapmla.integrations import transformers as hf
 from snapmla.metrics import METRICS
-from snapmla.probe import source
-from snapmla.reference import attend
+from snapmla.probe import kernels
+from snapmla.reference import KERNEL_FLOAT32_ADDS, attend
 
 
 @dataclass
@@ -50,6 +52,25 @@ def teacher_forced(
         yield variant, errors(attend(variant, *arguments, visible=positions + 1), exact)
 
 
+def by_kernels(
+    variants: list[str], layer: int, query: Tensor, positions: Tensor, found: hf.Latents, context: int
+) -> Iterator[dict]:
+    """Rows of kernels.csv of one layer, the queries as in `teacher_forced`."""
+    arguments = (query, found.content[layer], found.rope[layer], found.softmax_scale)
+    why_not = None if query.is_cuda else "no Hopper GPU"
+    exact = None if why_not else attend("exact", *arguments, visible=positions + 1)
+    for variant in variants:
+        row = {"config": variant, "layer": layer, "context": context, "queries": len(query)}
+        reason = why_not or (flashmla.why_not("bf16") if variant == "bf16" else None)
+        if reason:
+            yield {**row, "relative_l2": None, "from_emulation": None, "source": "measured", "status": "not run", "reason": reason}
+            continue
+        out = kernels.attend(variant, *arguments, visible=positions + 1)
+        emulated = attend(variant, *arguments, visible=positions + 1, rules=KERNEL_FLOAT32_ADDS)
+        found_errors = {"relative_l2": METRICS["relative_l2"](out, exact), "from_emulation": METRICS["relative_l2"](out, emulated)}
+        yield {**row, **found_errors, "source": "measured", "status": "ok", "reason": None}
+
+
 def accumulated_outputs(
     variant: str, model: hf.PreTrainedModel, tokens: Tensor, found: hf.Latents, n: int
 ) -> list[Tensor]:
@@ -69,13 +90,13 @@ def main(cfg: FidelityConfig, run: Run) -> None:
         raise ValueError(
             f"accumulated_queries must be from 1 to {context - 1} at a context of {context}, got {n}."
         )
+    device = _source.device_of(cfg.source.device)
     found = hf.Latents(softmax_scale=info["softmax_scale"])
     with safe_open(run.input("latents", "latents.safetensors"), "pt") as stored:
-        positions, tokens = stored.get_tensor("positions"), stored.get_tensor("tokens")
-        found.content = [stored.get_tensor(f"content.{layer}") for layer in range(layers)]
-        found.rope = [stored.get_tensor(f"rope.{layer}") for layer in range(layers)]
-        found.query = [stored.get_tensor(f"query.{layer}") for layer in range(layers)]
-    rows = []
+        positions, tokens = (stored.get_tensor(name).to(device) for name in ("positions", "tokens"))
+        for part in ("content", "rope", "query"):
+            setattr(found, part, [stored.get_tensor(f"{part}.{layer}").to(device) for layer in range(layers)])
+    rows, kernel_rows = [], []
 
     def record(panel: str, variant: str, layer: int, queries: int, metrics: dict[str, float]) -> None:
         row = {"config": variant, "panel": panel, "layer": layer, "context": context, "queries": queries}
@@ -87,7 +108,9 @@ def main(cfg: FidelityConfig, run: Run) -> None:
             record("teacher_forced", variant, layer, len(positions), metrics)
         run.progress(f"teacher-forced: layer {layer + 1} of {layers}")
 
-    model = source.load(cfg.source.path or run.input("probe", "model"), probe=cfg.source.path is None).model
+    for layer in range(layers):
+        kernel_rows += by_kernels(cfg.variants, layer, found.query[layer], positions, found, context)
+    model = _source.load(cfg.source, run).model
     exact = accumulated_outputs("exact", model, tokens, found, n)
     for variant in cfg.variants:
         outputs = accumulated_outputs(variant, model, tokens, found, n)
@@ -95,6 +118,7 @@ def main(cfg: FidelityConfig, run: Run) -> None:
             record("accumulated", variant, layer, n, errors(outputs[layer], exact[layer]))
         run.progress(f"accumulated: {variant}, last layer's relative L2 {rows[-1]['relative_l2']:.4f}")
     run.write_table("layer_error.csv", rows)
+    run.write_table("kernels.csv", kernel_rows)
 
 
 if __name__ == "__main__":

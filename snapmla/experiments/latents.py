@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from snapmla import results
+from snapmla.experiments import _source
 from snapmla.experiments._app import BaseConfig, Run, application
+from snapmla.experiments._source import SourceConfig
 from snapmla.integrations import transformers as hf
-from snapmla.probe import latents, source
-
-
-@dataclass
-class SourceConfig:
-    path: str | None = None
+from snapmla.probe import latents
 
 
 @dataclass
@@ -35,8 +32,8 @@ class LatentsConfig(BaseConfig):
 @application("latents", LatentsConfig)
 def main(cfg: LatentsConfig, run: Run) -> None:
     positions = latents.query_positions(cfg.context, cfg.queries)
-    origin = source.load(cfg.source.path or run.input("probe", "model"), probe=cfg.source.path is None)
-    tokens = latents.heldout_context(origin, cfg.context)
+    origin = _source.load(cfg.source, run)
+    tokens = latents.heldout_context(origin, cfg.context).to(origin.model.device)
     run.progress(f"prefill of {cfg.context} tokens through {origin.name}")
     found = hf.latents(origin.model, tokens, positions)
     rows = latents.heldout_by_position(origin, tokens, found.hidden, cfg.restart)

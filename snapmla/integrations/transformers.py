@@ -33,8 +33,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from snapmla.integrations.transformers_cache import MOST_QUERIES, PagedLatents, Pages
-from snapmla.layout import KV_LORA_RANK, QK_HEAD_DIM, QK_ROPE_HEAD_DIM
+from snapmla.integrations.transformers_cache import PagedLatents, Pages
+from snapmla.layout import KV_LORA_RANK, MAX_QUERIES, QK_HEAD_DIM, QK_ROPE_HEAD_DIM
 from snapmla.quantization import SNAPMLA
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -302,7 +302,7 @@ class Enabled:
         pages.append(content, rope.detach().flatten(0, 1), paging)
         if paging.columns == n:
             return _prefill(module, query, key, value, scaling, real)
-        if n > MOST_QUERIES or real is not None:
+        if n > MAX_QUERIES or real is not None:
             lengths = enumerate(paging.before.tolist())
             past = [pages.fetch(paging.slots_of(i, length)).to(key.dtype) for i, length in lengths]
             return _prefill(module, query, key, value, scaling, real, past)

@@ -22,9 +22,6 @@ from snapmla.layout import KV_LORA_RANK, PAGE_SIZE, QK_HEAD_DIM
 from snapmla.quantization import CONFIGS, SNAPMLA
 from snapmla.reference import attend
 
-MOST_QUERIES = 8
-"""Queries of a sequence in one decode call; longer pieces are prefilled (snapmla/decode.py)."""
-
 
 class Paging:
     """Where the tokens of a batch lie, the same in all layers.

@@ -30,7 +30,7 @@ def as_tensors(found: hf.Latents, positions: Tensor, tokens: Tensor) -> dict[str
     tensors = {"positions": positions, "tokens": tokens}
     for part, values in (("content", found.content), ("rope", found.rope), ("query", found.query)):
         tensors.update({f"{part}.{layer}": value.contiguous() for layer, value in enumerate(values)})
-    return tensors
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def heldout_by_position(source: Source, tokens: Tensor, hidden: Tensor, restart:
     rows, start = [], 0
     while start < len(tokens):
         end = min(max(2 * start, restart), len(tokens))
-        counted = torch.arange(start, end) % restart != 0
+        counted = torch.arange(start, end, device=tokens.device) % restart != 0
         short = [
             F.cross_entropy(
                 source.model(piece[None], use_cache=False).logits[0, :-1].float(), piece[1:], reduction="sum"

@@ -48,7 +48,7 @@ def evaluate(
     if not 1 <= scored <= context:
         raise ValueError(f"scored: expected 1 to {context} at a context of {context}, got {scored}")
     scores = {task: {variant: np.zeros(windows) for variant in variants} for task in TASKS}
-    for w, tokens in enumerate(corpus.spread(source.tokens, windows, context + 1)):
+    for w, tokens in enumerate(corpus.spread(source.tokens, windows, context + 1).to(source.model.device)):
         prefix, inputs, targets = tokens[: context - scored], tokens[context - scored : -1], tokens[-scored:]
         # Every variant caches the same latents of the prefix, in its own format.
         cached = hf.latents(source.model, tokens[:-1]).first(len(prefix))

@@ -32,15 +32,17 @@ class Source:
     corpus_sha256: str
 
 
-def load(path: str | os.PathLike, *, probe: bool) -> Source:
-    """The checkpoint at ``path``; ``probe`` says that it is the probe model and not somebody's own.
+def load(path: str | os.PathLike, *, probe: bool, device: torch.device | str = "cpu") -> Source:
+    """The checkpoint at ``path``, on a GPU in BF16, as engines serve it; ``probe`` says that it is the probe model and not
+    somebody's own.
 
     A checkpoint without a tokenizer is read as a byte-level model if its vocabulary has 256 entries.
     Raises as ``integrations.transformers.load`` does, and ValueError if a tokenizer is needed and there is
     none.
     """
     folder = Path(path)
-    model = hf.load(folder)
+    device = torch.device(device)
+    model = hf.load(folder, "auto" if device.type == "cpu" else torch.bfloat16).to(device)
     text = corpus.load()
     if probe:
         name, weights_source = "probe", "trained by this workflow"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,7 +15,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedMode
 
 from snapmla.integrations import transformers as hf
 from snapmla.layout import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla.probe import corpus
+from snapmla.probe import corpus, tasks
 from snapmla.probe.muon import Muon
 
 VOCABULARY = 256
@@ -37,11 +38,13 @@ class Shape:
 
 @dataclass
 class Phase:
-    """A stretch of training with ``batch`` sequences of ``sequence`` bytes in each of ``steps`` steps."""
+    """A stretch of training with ``batch`` sequences of ``sequence`` bytes in each of ``steps`` steps, a share ``tasks``
+    of which are documents of `snapmla.probe.tasks` in turns, the rest windows of real text."""
 
     sequence: int
     batch: int
     steps: int
+    tasks: float = 0.0
 
 
 @dataclass
@@ -98,12 +101,13 @@ def train(
     evaluation: Phase,
     report: Callable[[dict], None],
 ) -> None:
-    """Train ``model`` in place on random windows of ``text.train``, phase after phase, for a fixed number of
-    steps.
+    """Train ``model`` in place on random windows of ``text.train`` and on tasks, phase after phase, for a fixed number of
+    steps; in BF16 (autocast) on a GPU. The loss of a document is the mean over the tokens that it teaches, and documents
+    count alike.
 
-    Every ``evaluate_every`` steps and after the last, ``report`` gets two rows {step, tokens,
-    loss_bits_per_byte, split}: the mean training loss since the row before, and the loss on
-    ``evaluation.batch`` fixed held-out windows.
+    Every ``evaluate_every`` steps and after the last, ``report`` gets rows {step, tokens, loss_bits_per_byte, split}: the
+    mean training loss since the row before (split "train"), the loss on ``evaluation.batch`` fixed held-out windows
+    ("heldout") and, if ``evaluation.tasks`` is above 0, on a document of each task (its name).
     """
     generator = torch.Generator().manual_seed(seed)
     total = sum(phase.steps for phase in phases.values())
@@ -114,29 +118,31 @@ def train(
 
     optimizers = _optimizers(model, optimizer)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
-    heldout = corpus.spread(text.heldout, evaluation.batch, evaluation.sequence)
+    heldout = {"heldout": (corpus.spread(text.heldout, evaluation.batch, evaluation.sequence), None)}
+    if evaluation.tasks > 0:
+        rng = np.random.default_rng(seed)
+        heldout |= {name: _task(rng, name, evaluation.sequence, text.heldout, 0) for name in tasks.TASKS}
     step, tokens, losses = 0, 0, []
     model.train()
     for phase in phases.values():
         for _ in range(phase.steps):
-            starts = torch.randint(len(text.train) - phase.sequence, (phase.batch,), generator=generator)
-            batch = torch.stack([corpus.window(text.train, int(start), phase.sequence) for start in starts])
-            loss = bits(model, batch).mean()
+            batch, taught = _batch(text.train, phase, generator)
+            loss = _loss(model, batch, taught)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_norm)
             for each in (*optimizers, *schedules):
                 each.step()
             model.zero_grad()
             step, tokens = step + 1, tokens + batch.numel()
-            losses.append(loss.item())
+            losses.append(loss.detach())
             if step % evaluate_every == 0 or step == total:
+                row = {"step": step, "tokens": tokens}
+                report({**row, "loss_bits_per_byte": torch.stack(losses).mean().item(), "split": "train"})
                 model.eval()
                 with torch.no_grad():
-                    scored = bits(model, heldout).mean().item()
+                    for split, document in heldout.items():
+                        report({**row, "loss_bits_per_byte": _loss(model, *document).item(), "split": split})
                 model.train()
-                row = {"step": step, "tokens": tokens}
-                report({**row, "loss_bits_per_byte": sum(losses) / len(losses), "split": "train"})
-                report({**row, "loss_bits_per_byte": scored, "split": "heldout"})
                 losses.clear()
     model.eval()
 
@@ -160,7 +166,38 @@ def _optimizers(
     return muon, adamw
 
 
+def _batch(text: Tensor, phase: Phase, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """Tokens int64 [batch, sequence] of a step, and which of them it teaches, bool; None: all."""
+    starts = torch.randint(len(text) - phase.sequence, (phase.batch,), generator=generator)
+    batch = torch.stack([corpus.window(text, int(start), phase.sequence) for start in starts])
+    if not phase.tasks:
+        return batch, None
+    taught = torch.ones(batch.shape, dtype=torch.bool)
+    rng = np.random.default_rng(torch.randint(2**62, (), generator=generator).item())
+    names = list(tasks.TASKS)
+    for i in np.flatnonzero(rng.random(phase.batch) < phase.tasks):
+        task = names[rng.integers(len(names))]
+        batch[i], taught[i] = (x[0] for x in _task(rng, task, phase.sequence, text, int(starts[i])))
+    return batch, taught
+
+
+def _task(rng: np.random.Generator, name: str, length: int, text: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """A document of a task, in text from `start` on: tokens int64 and taught bool, both [1, length]."""
+    document = tasks.TASKS[name].document(rng, length, text[start : start + length].numpy())
+    return torch.from_numpy(document.tokens).long()[None], torch.from_numpy(document.taught)[None]
+
+
+def _loss(model: PreTrainedModel, batch: Tensor, taught: Tensor | None) -> Tensor:
+    """Bits, the mean over documents of the mean over what each teaches."""
+    found = bits(model, batch.to(model.device))
+    if taught is None:
+        return found.mean()
+    taught = taught[:, 1:].to(found.device)
+    return ((found * taught).sum(1) / taught.sum(1).clamp_min(1)).mean()
+
+
 def bits(model: PreTrainedModel, batch: Tensor) -> Tensor:
     """Bits of each token but the first, [batch, length − 1] float32, for int64 ``batch`` [batch, length]."""
-    logits = model(batch, use_cache=False).logits[:, :-1].float()
+    with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.device.type == "cuda"):
+        logits = model(batch, use_cache=False).logits[:, :-1].float()
     return F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none") / math.log(2)
