@@ -67,16 +67,21 @@ def test_a_document_teaches_what_an_example_asks(task: str, text: corpus.Corpus)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", reference.VARIANTS)
 @pytest.mark.parametrize("visible", [False, True])
-@pytest.mark.parametrize("queries", [16, 7, 11])
-def test_attention_through_the_kernels_is_the_emulations(variant: str, visible: bool, queries: int, device: str) -> None:
+@pytest.mark.parametrize(("queries", "split"), [(16, True), (16, False), (7, False), (11, False)])
+def test_attention_through_the_kernels_is_the_emulations(
+    variant: str, visible: bool, queries: int, split: bool, device: str
+) -> None:
     torch.manual_seed(queries)
     q, content, rope = (torch.randn(shape).bfloat16().to(device) for shape in ((queries, 4, 576), (300, 512), (300, 64)))
     seen = torch.randint(1, 300, (queries,), device=device) if visible else None
-    found = kernels.attend(variant, q, content, rope, 0.07, visible=seen)
+    found = kernels.attend(variant, q, content, rope, 0.07, visible=seen, split=split)
     rules = reference.ALGORITHM_1 if variant == "bf16" else reference.KERNEL_FLOAT32_ADDS
     expected = reference.attend(variant, q, content, rope, 0.07, visible=seen, rules=rules)
     assert found.shape == expected.shape and found.dtype == torch.float32
-    assert relative_l2(found, expected) < (4e-3 if device == "cuda" else 1e-6)
+    if device == "cpu":
+        assert relative_l2(found, expected) < 1e-6
+    else:  # in parts, each has its own references, and P rounds elsewhere
+        assert relative_l2(found, expected) < (2e-2 if split and variant != "bf16" else 4e-3)
 
 
 def test_an_answer_counts_if_greedy_decoding_writes_it(text: corpus.Corpus, tmp_path, monkeypatch) -> None:

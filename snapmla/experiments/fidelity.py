@@ -27,7 +27,7 @@ from snapmla.integrations import flashmla
 from snapmla.integrations import transformers as hf
 from snapmla.metrics import METRICS
 from snapmla.probe import kernels
-from snapmla.reference import KERNEL_FLOAT32_ADDS, attend
+from snapmla.reference import ALGORITHM_1, KERNEL_FLOAT32_ADDS, attend
 
 
 @dataclass
@@ -66,8 +66,10 @@ def by_kernels(
             yield {**row, "relative_l2": None, "from_emulation": None, "source": "measured", "status": "not run", "reason": reason}
             continue
         out = kernels.attend(variant, *arguments, visible=positions + 1)
-        emulated = attend(variant, *arguments, visible=positions + 1, rules=KERNEL_FLOAT32_ADDS)
-        found_errors = {"relative_l2": METRICS["relative_l2"](out, exact), "from_emulation": METRICS["relative_l2"](out, emulated)}
+        whole = kernels.attend(variant, *arguments, visible=positions + 1, split=False)
+        rules = ALGORITHM_1 if variant == "bf16" else KERNEL_FLOAT32_ADDS
+        emulated = attend(variant, *arguments, visible=positions + 1, rules=rules)
+        found_errors = {"relative_l2": METRICS["relative_l2"](out, exact), "from_emulation": METRICS["relative_l2"](whole, emulated)}
         yield {**row, **found_errors, "source": "measured", "status": "ok", "reason": None}
 
 

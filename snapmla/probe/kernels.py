@@ -19,12 +19,20 @@ from snapmla.quantization import CONFIGS, E4M3, quantize_key, quantize_query
 
 
 def attend(
-    variant: str, q: Tensor, content: Tensor, rope: Tensor, softmax_scale: float, *, visible: Tensor | None = None
+    variant: str,
+    q: Tensor,
+    content: Tensor,
+    rope: Tensor,
+    softmax_scale: float,
+    *,
+    visible: Tensor | None = None,
+    split: bool = True,
 ) -> Tensor:
     """Attention of one sequence over its keys by a kernel: this package's, or for "bf16" FlashMLA's.
 
     Arguments and result are `snapmla.reference.attend`'s. Where no kernel runs, "bf16" is its emulation and the others
-    are what `mla_decode_quantized` computes on a CPU; "exact" is always float64.
+    are what `mla_decode_quantized` computes on a CPU; "exact" is always float64. split: sequences may be cut into parts;
+    not to cut them is slow, but then a GPU rounds P by the same references as an emulation of whole sequences.
     """
     kernel = variant in CONFIGS or (variant == "bf16" and q.is_cuda and flashmla.why_not("bf16") is None)
     if not kernel:
@@ -50,5 +58,8 @@ def attend(
         query = quantize_query(q[..., :KV_LORA_RANK], q[..., KV_LORA_RANK:], config)
         planes = paged(key.content.view(torch.uint8)).view(E4M3), paged(key.rope), paged(key.scale)
         queries = (x.unflatten(0, (-1, s_q)).contiguous() for x in query)
-        out, _ = mla_decode_quantized(*queries, LatentCache.from_planes(*planes), table, lengths, softmax_scale)
+        whole = torch.tensor([[0, 0], [len(lengths), 0]], dtype=torch.int32, device=q.device)  # one part
+        schedule = None if split else whole
+        cache = LatentCache.from_planes(*planes)
+        out, _ = mla_decode_quantized(*queries, cache, table, lengths, softmax_scale, schedule=schedule)
     return out.flatten(0, 1).float()
