@@ -11,8 +11,8 @@ from test_transformers_integration import CASES, build
 
 from snapmla import layout, memory
 from snapmla.integrations import transformers as hf
+from snapmla.integrations.attention import attend
 from snapmla.integrations.transformers_cache import PAGES, FP8Pages, PagedLatents, UnquantizedPages
-from snapmla.reference import attend
 
 TYPES = ["v2", "v3", "glm", "longcat"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -23,11 +23,10 @@ from snapmla import results
 from snapmla.experiments import _source
 from snapmla.experiments._app import BaseConfig, Run, application
 from snapmla.experiments._source import SourceConfig
-from snapmla.integrations import flashmla
+from snapmla.integrations import attention, flashmla
 from snapmla.integrations import transformers as hf
 from snapmla.metrics import METRICS
-from snapmla.probe import kernels
-from snapmla.reference import ALGORITHM_1, KERNEL_FLOAT32_ADDS, attend
+from snapmla.reference import ALGORITHM_1, KERNEL, attend
 
 
 @dataclass
@@ -65,9 +64,9 @@ def by_kernels(
         if reason:
             yield {**row, "relative_l2": None, "from_emulation": None, "source": "measured", "status": "not run", "reason": reason}
             continue
-        out = kernels.attend(variant, *arguments, visible=positions + 1)
-        whole = kernels.attend(variant, *arguments, visible=positions + 1, split=False)
-        rules = ALGORITHM_1 if variant == "bf16" else KERNEL_FLOAT32_ADDS
+        out = attention.attend(variant, *arguments, visible=positions + 1)
+        whole = attention.attend(variant, *arguments, visible=positions + 1, split=False)
+        rules = ALGORITHM_1 if variant == "bf16" else KERNEL
         emulated = attend(variant, *arguments, visible=positions + 1, rules=rules)
         found_errors = {"relative_l2": METRICS["relative_l2"](out, exact), "from_emulation": METRICS["relative_l2"](whole, emulated)}
         yield {**row, **found_errors, "source": "measured", "status": "ok", "reason": None}

@@ -16,7 +16,8 @@ from snapmla import reference
 from snapmla.experiments import _source
 from snapmla.experiments._app import BaseConfig, Run, application
 from snapmla.experiments._source import SourceConfig
-from snapmla.probe import answers, kernels, quality
+from snapmla.integrations import attention
+from snapmla.probe import answers, quality
 
 
 @dataclass
@@ -40,7 +41,7 @@ class QualityConfig(BaseConfig):
 @application("quality", QualityConfig)
 def main(cfg: QualityConfig, run: Run) -> None:
     origin = _source.load(cfg.source, run)
-    attend = kernels.attend if origin.model.device.type == "cuda" else reference.attend
+    attend = attention.attend if origin.model.device.type == "cuda" else reference.attend
     rows = []
     for context in cfg.contexts:
         scores = quality.evaluate(

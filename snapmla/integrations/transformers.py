@@ -225,7 +225,7 @@ def enable(
     Args:
         model: a causal MLA model; changed in place.
         pages: how tokens are stored (`transformers_cache.PAGES`): "snapmla", 644 bytes a token and layer; "bf16", 1152, the
-            baseline; "config_a" … "config_d", Table 2's others, emulated. Or a class like those.
+            baseline; "config_a" … "config_d", Table 2's others, for comparison. Or a class like those.
         max_tokens: room for so many tokens of each sequence is made at once; 0: as needed.
 
     Returns:

@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from snapmla.cache import LatentCache
 from snapmla.decode import decode_schedule, mla_decode
 from snapmla.integrations import flashmla
+from snapmla.integrations.attention import attend
 from snapmla.layout import KV_LORA_RANK, PAGE_SIZE, QK_HEAD_DIM
 from snapmla.quantization import CONFIGS, SNAPMLA
-from snapmla.reference import attend
 
 
 class Paging:
@@ -138,7 +138,7 @@ class FP8Pages(Pages):
 class UnquantizedPages(Pages):
     """Tokens in a floating type, the baseline: FlashMLA's BF16 kernel where it runs, else float64 in torch."""
 
-    attention = "exact"  # of snapmla.reference.attend
+    attention = "exact"  # of snapmla.integrations.attention
     has_kernel = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -172,8 +172,8 @@ class UnquantizedPages(Pages):
         return torch.stack(outs)
 
 
-class EmulatedPages(UnquantizedPages):
-    """A configuration of Table 2, emulated (`snapmla.reference.attend`) on tokens that are kept in BF16."""
+class ConfiguredPages(UnquantizedPages):
+    """A configuration of Table 2 on tokens that are kept in BF16 and quantized in each call, as scales of a tensor ask for."""
 
     has_kernel = False
 
@@ -185,7 +185,7 @@ class EmulatedPages(UnquantizedPages):
 PAGES: dict[str, Callable[[torch.device], Pages]] = {
     "snapmla": FP8Pages,
     "bf16": UnquantizedPages,
-    **{name: partial(EmulatedPages, config=name) for name in CONFIGS if name != SNAPMLA.name},
+    **{name: partial(ConfiguredPages, config=name) for name in CONFIGS if name != SNAPMLA.name},
 }
 """How tokens are stored, by name: SnapMLA's cache; the baseline; Table 2's other configurations."""
 

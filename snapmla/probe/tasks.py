@@ -1,7 +1,8 @@
 """Tasks whose answers must be found exactly in a long context, as text for a byte-level model.
 
-    recall    lines "abcd=wxyz", and "abcd?" asks for the four letters behind a key
-    needles   the same lines strewn over real text
+    recall    lines "abcd=wxyz", and "abcd?" asks for the four letters behind a key; keys differ in a letter or two
+    last      the same, but keys come again with other letters, and the last ones are asked for: nothing but position tells
+    needles   lines of recall strewn over real text
     copy      a string of random letters comes again; after its first eight letters the rest is known
     addition  "417+385=2080": the sum of two numbers, its lowest digit first
 
@@ -21,6 +22,10 @@ Array = np.ndarray
 LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8)
 KEY = 4
 """Letters of a key, and of its value."""
+KEY_LETTERS = LETTERS[:12]
+"""Of which keys are made: 32k tokens name a sixth of all 20,736 keys, and each of those has seven others that are off by a letter."""
+AGAIN = 8
+"""How often a key of the task `last` comes, on average."""
 COPIED, PREFIX = 32, 8
 """Letters of a copied string, and how many of them come before its rest can be known."""
 _PAIR = 2 * KEY + 2
@@ -46,8 +51,8 @@ def _letters(rng: np.random.Generator, *shape: int) -> Array:
 
 def _keys(rng: np.random.Generator, n: int) -> Array:
     """uint8 [n, 4], all different."""
-    of = rng.choice(len(LETTERS) ** KEY, n, replace=False)
-    return LETTERS[of[:, None] // len(LETTERS) ** np.arange(KEY) % len(LETTERS)]
+    of = rng.choice(len(KEY_LETTERS) ** KEY, n, replace=False)
+    return KEY_LETTERS[of[:, None] // len(KEY_LETTERS) ** np.arange(KEY) % len(KEY_LETTERS)]
 
 
 def _pairs(keys: Array, values: Array, sign: Array | bytes) -> Array:
@@ -78,6 +83,22 @@ def recall_document(rng: np.random.Generator, length: int, text: Array) -> Docum
     taught = np.zeros(lines.shape, bool)
     taught[asks, KEY + 1 : -1] = True
     return _cut(lines, taught, length)
+
+
+def last_document(rng: np.random.Generator, length: int, text: Array) -> Document:
+    lines = -(-length // _PAIR)
+    keys, values = _keys(rng, max(lines // AGAIN, 1)), _letters(rng, lines, KEY)
+    of, asks = rng.integers(len(keys), size=lines), rng.random(lines) < 0.5
+    latest = np.full(len(keys), -1)
+    for i in range(lines):
+        asks[i] &= latest[of[i]] >= 0
+        if asks[i]:
+            values[i] = values[latest[of[i]]]
+        else:
+            latest[of[i]] = i
+    taught = np.zeros((lines, _PAIR), bool)
+    taught[asks, KEY + 1 : -1] = True
+    return _cut(_pairs(keys[of], values, np.where(asks, ord("?"), ord("=")).astype(np.uint8)), taught, length)
 
 
 def needles_document(rng: np.random.Generator, length: int, text: Array) -> Document:
@@ -130,10 +151,22 @@ def recall_example(rng: np.random.Generator, length: int, text: Array) -> Exampl
     pairs = (length - KEY - 1) // _PAIR
     keys, values = _keys(rng, pairs), _letters(rng, pairs, KEY)
     asked = rng.integers(pairs)
-    question = np.append(keys[asked], np.uint8(ord("?")))
-    lines = _pairs(keys, values, b"=").reshape(-1)
-    filler = np.full(length - len(lines) - len(question), ord("\n"), np.uint8)
-    return Example(np.concatenate([filler, lines, question]), values[asked])
+    return _asked(_pairs(keys, values, b"="), keys[asked], values[asked], length)
+
+
+def _asked(lines: Array, key: Array, value: Array, length: int) -> Example:
+    """Lines and a question behind them, filled up to the length in front."""
+    question = np.append(key, np.uint8(ord("?")))
+    filler = np.full(length - lines.size - len(question), ord("\n"), np.uint8)
+    return Example(np.concatenate([filler, lines.reshape(-1), question]), value)
+
+
+def last_example(rng: np.random.Generator, length: int, text: Array) -> Example:
+    pairs = (length - KEY - 1) // _PAIR
+    keys, values = _keys(rng, max(pairs // AGAIN, 1)), _letters(rng, pairs, KEY)
+    of = rng.integers(len(keys), size=pairs)
+    asked = of[rng.integers(pairs)]
+    return _asked(_pairs(keys[of], values, b"="), keys[asked], values[np.flatnonzero(of == asked)[-1]], length)
 
 
 def needles_example(rng: np.random.Generator, length: int, text: Array) -> Example:
@@ -171,6 +204,7 @@ class Task(NamedTuple):
 
 TASKS: dict[str, Task] = {
     "recall": Task(recall_document, recall_example),
+    "last": Task(last_document, last_example),
     "needles": Task(needles_document, needles_example),
     "copy": Task(copy_document, copy_example),
     "addition": Task(addition_document, addition_example),

@@ -1,4 +1,4 @@
-"""Attention in latent space through the kernels, in the place of `snapmla.reference.attend`.
+"""One sequence's attention in latent space through the kernels, in the place of `snapmla.reference.attend`.
 
 Every configuration of Table 2 fits the cache's three planes, because an e4m3 RoPE value is a BF16 value and any scale is a scale
 per token. So one decode kernel computes them all; on a CPU, its emulation.
