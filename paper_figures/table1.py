@@ -2,9 +2,9 @@
 
     python paper_figures/table1.py --results results
 
-Reads published/table1.csv and quality/quality.csv; writes tables/table1.csv (tidy), .md and .tex. The paper's
-benchmarks need the full models; ours are held-out bytes of the small probe model, so the two parts are not
-comparable with each other.
+Reads published/table1.csv, quality/quality.csv and, where somebody has measured them, benchmarks/benchmarks.csv;
+writes tables/table1.csv (tidy), .md and .tex. The paper's benchmarks need the full models; ours are held-out bytes of
+the small probe model, so the two parts are not comparable with each other.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from collections.abc import Sequence
 
 import pandas as pd
 import sources
-from sources import PAPER, Results
+from sources import NOT_RUN, PAPER, Results, Source
 from style import label_of, save_table
 
 COLUMNS = ("task", "context", "variant", "seed", "score", "ci95", "n", "source")
+BENCHMARK_COLUMNS = (
+    "model", "benchmark", "metric", "variant", "seed", "score", "stderr", "n", "harness", "source", "status", "reason",
+)  # fmt: skip
 TASKS = {
     "bits_per_byte": "bits per byte (lower is better)",
     "next_byte_accuracy": "next-byte accuracy",
@@ -47,6 +50,29 @@ def our_part(quality: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).fillna("–")
 
 
+def mean_of_runs(runs: pd.DataFrame) -> str:
+    """Mean@k of k runs ± its standard error: from run to run, or of a single run over its questions."""
+    if runs.empty:
+        return "–"
+    several = len(runs) > 1
+    error = runs["score"].sem() if several else runs["stderr"].iloc[0]
+    text = f"{runs['score'].mean():.2f}" + (f" ± {error:.2f}" if error > 0 else "")
+    return text + (f" ({len(runs)} runs)" if several else "")
+
+
+def benchmarks_part(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per model and benchmark of the paper, measured or with the reason why not."""
+    rows = []
+    for (model, benchmark), group in table.groupby(["model", "benchmark"], sort=False):
+        done = sources.ran(group)
+        row = {"model": model, "benchmark": benchmark}
+        for variant in ("bf16", "snapmla"):
+            row[label_of(variant)] = mean_of_runs(done[done["variant"] == variant])
+        source = f"{NOT_RUN}: {sources.reason(group)}" if done.empty else ", ".join(done["source"].unique())
+        rows.append(row | {"source": source})
+    return pd.DataFrame(rows)
+
+
 def build(results: Results) -> None:
     published = sources.published_table("table1.csv")
     published["difference"] = (published["fp8"] - published["bf16"]).round(2)
@@ -59,7 +85,21 @@ def build(results: Results) -> None:
     wide["source"] = PAPER.kind
     model = results.model("quality")
     ours = quality.rename(columns={"task": "benchmark"}).assign(model=model)
-    tidy = pd.concat([wide, ours])[
+    parts = [wide, ours]
+    served = []
+    if (results.root / "benchmarks" / "benchmarks.csv").is_file():
+        table = results.table("benchmarks", "benchmarks.csv", BENCHMARK_COLUMNS)
+        done = sources.ran(table)
+        harness = f"lm-evaluation-harness {', '.join(done['harness'].astype(str).unique())}"
+        source = Source(NOT_RUN) if done.empty else Source("measured", "a served model", harness)
+        served_caption = (
+            "Table 1, the paper's benchmarks on a served model, in percent. The prompts are the harness's, so compare "
+            f"the caches with each other. Source: {source.long}. ±: standard error, over the runs where there are "
+            "several, else over the questions."
+        )
+        served = [(served_caption, benchmarks_part(table))]
+        parts.append(done)
+    tidy = pd.concat(parts)[
         ["model", "benchmark", "metric", "context", "variant", "seed", "score", "ci95", "n", "source"]
     ]
     tidy = tidy.astype({"context": "Int64", "seed": "Int64", "n": "Int64"})
@@ -70,7 +110,7 @@ def build(results: Results) -> None:
         "difference to BF16 for the others."
     )
     paper_caption = f"Table 1. Quality, BF16 against FP8. Source: {PAPER.long}."
-    shown = [(paper_caption, paper_part(published)), (ours_caption, our_part(quality))]
+    shown = [(paper_caption, paper_part(published)), *served, (ours_caption, our_part(quality))]
     save_table(results.root, "table1", tidy, shown)
 
 

@@ -76,13 +76,13 @@ def test_lint_is_clean(made: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_results_logs_and_benchmarks_lie_in_the_results_folder(made: Path) -> None:
+def test_results_logs_and_times_lie_in_the_results_folder(made: Path) -> None:
     results = made / "results"
     for name in ("kernels", "probe", "latents", "fidelity", "quality", "accumulation", *MADE):
         assert (results / "logs" / f"{name}.log").is_file()
-        assert (results / "benchmarks" / f"{name}.tsv").is_file()
+        assert (results / "logs" / f"{name}.tsv").is_file()
     assert {path.name for path in results.iterdir()} == {
-        ".snakemake", "logs", "benchmarks", "figures", "tables",
+        ".snakemake", "logs", "figures", "tables",
         "kernels", "probe", "latents", "fidelity", "quality", "accumulation",
     }  # fmt: skip
     assert not (made / "outputs").exists() and not (made / "multirun").exists()

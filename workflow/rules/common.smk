@@ -1,5 +1,7 @@
 # What the rules share: where results lie, the environment of the jobs, and what decides whether a result is
 # still valid.
+import hashlib
+
 from snakemake.exceptions import WorkflowError
 
 from snapmla import provenance, results
@@ -29,6 +31,12 @@ if config["tracking"]:
 def sources(script, *data):
     """Digest of a script, the modules that it imports and its data: contents decide, not a clone's times."""
     return provenance.digest(ROOT, ROOT / script, *data)
+
+
+def contents(*files):
+    """Digests of result files that are shown where they are there, but that nothing which shows them makes."""
+    found = [RESULTS / file for file in files if (RESULTS / file).is_file()]
+    return [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in found]
 
 
 def overrides(experiment):
