@@ -143,7 +143,8 @@ class Results:
         return tables + [(label, kept) for label, table in recorded if len(kept := ran(table))]
 
     def _recorded_source(self, path: Path) -> Source:
-        provenance = self._run_json(path.parent / "run.json").get("provenance", {})
+        own = path.with_suffix(".json")  # of the experiment that made this table, if not kernel_bench
+        provenance = self._run_json(own if own.is_file() else path.parent / "run.json").get("provenance", {})
         date = str(provenance.get("date") or "date unknown")[:10]
         commit = str(provenance.get("commit") or "unknown")[:7]
         return Source("recorded", f"{path.parent.name.upper()}, {date}", f"commit {commit}")

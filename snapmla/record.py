@@ -2,9 +2,10 @@
 
     python -m snapmla.record [--results results] [--recorded results/recorded]
 
-Copies what the last run measured on a Hopper GPU (kernel_bench, and the kernels' errors from accumulation), with every
-row's source turned into "recorded", the run.json that says who measured, and a manifest of digests. The folder is
-replaced as a whole.
+Copies what the last run measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, and quality,
+fidelity and drift where the model ran on the GPU. Every row's source turns into "recorded". Beside each table lies the
+run.json that says who measured (run.json itself is kernel_bench's), and a manifest of digests. Tables that were
+recorded before and that this run has not measured stay.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,10 @@ TABLES = {
     "latency.csv": "kernel_bench/latency.csv",
     "ceilings.csv": "kernel_bench/ceilings.csv",
     "flat_attention.csv": "accumulation/kernels.csv",
+    "quality.csv": "quality/quality.csv",
+    "fidelity.csv": "fidelity/layer_error.csv",
+    "fidelity_kernels.csv": "fidelity/kernels.csv",
+    "drift.csv": "drift/drift.csv",
 }
 """Name in the recorded folder -> result file."""
 
@@ -31,29 +37,36 @@ def record(source: Path, recorded: Path) -> Path:
     """Write the folder of the GPU that `source` was measured on and return it; ValueError where none was."""
     tables = {}
     for name, file in TABLES.items():
-        table = results.read_csv(source / file, ["source", "status", "gpu"])
-        if (table["status"] == "ok").any():
-            tables[name] = table.assign(source="recorded")
-    if "kernel_bench.csv" not in tables:
-        raise ValueError(
-            f"{source / 'kernel_bench'} must hold measured rows, got none: measure on a Hopper GPU first."
-        )
+        if (source / file).is_file():
+            table = results.read_csv(source / file, ["source", "status", "gpu"])
+            if ((table["status"] == "ok") & table["gpu"].notna()).any():
+                tables[name] = table.assign(source="recorded")
+    if not tables:
+        raise ValueError(f"{source} must hold rows measured on a Hopper GPU, got none.")
     gpus = {gpu for table in tables.values() for gpu in table["gpu"].dropna().unique()}
     if len(gpus) != 1:
         raise ValueError(f"all tables must come from one GPU, got {', '.join(sorted(gpus))}.")
     folder = recorded / folder_name(gpus.pop())
     with results.atomic_path(folder) as partial:
-        partial.mkdir(parents=True)
+        if folder.is_dir():
+            shutil.copytree(folder, partial)
+        partial.mkdir(parents=True, exist_ok=True)
         for name, table in tables.items():
             results.write_csv(partial / name, table)
-        run = results.read_json(source / "kernel_bench" / "run.json")
-        results.write_json(partial / "run.json", run)
-        digests = {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(partial.iterdir())
-        }
-        rows = {name: len(table) for name, table in tables.items()}
-        results.write_json(partial / "manifest.json", {"rows": rows, "sha256": digests})
+            run = results.read_json((source / TABLES[name]).with_name("run.json"))
+            results.write_json(partial / run_file(name), run)
+        manifest = partial / "manifest.json"
+        manifest.unlink(missing_ok=True)
+        kept = sorted(partial.iterdir())
+        rows = {path.name: len(results.read_csv(path, ["source"])) for path in kept if path.suffix == ".csv"}
+        digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in kept}
+        results.write_json(manifest, {"rows": rows, "sha256": digests})
     return folder
+
+
+def run_file(table: str) -> str:
+    """Name of the recorded run.json of a table."""
+    return "run.json" if TABLES[table].startswith("kernel_bench/") else f"{Path(table).stem}.json"
 
 
 def folder_name(gpu: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pandas
@@ -202,7 +204,7 @@ def measured_results(folder, gpu="NVIDIA H200", status="ok"):
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"variant": "snapmla", "time_us": 1.5, "source": "measured", "status": status, "gpu": gpu}]
         pandas.DataFrame(rows).to_csv(path, index=False)
-    (folder / "kernel_bench" / "run.json").write_text('{"experiment": "kernel_bench", "provenance": {}}')
+        (path.parent / "run.json").write_text(f'{{"experiment": "{path.parent.name}", "provenance": {{}}}}')
     return folder
 
 
@@ -211,15 +213,38 @@ def test_recording_keeps_the_tables_and_their_digests(tmp_path, capsys):
     assert record.main(["--results", str(source), "--recorded", str(recorded)]) == 0
     folder = recorded / "h200"
     assert capsys.readouterr().out.strip() == str(folder)
-    assert {path.name for path in folder.iterdir()} == {*record.TABLES, "run.json", "manifest.json"}
+    runs = {record.run_file(name) for name in record.TABLES}
+    assert {path.name for path in folder.iterdir()} == {*record.TABLES, *runs, "manifest.json"}
     assert set(pandas.read_csv(folder / "kernel_bench.csv")["source"]) == {"recorded"}
-    assert record.record(source, recorded) == folder  # a second time replaces it
+    assert json.loads((folder / "drift.json").read_text())["experiment"] == "drift"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["rows"] == dict.fromkeys(record.TABLES, 1)
+    assert set(manifest["sha256"]) == {*record.TABLES, *runs}
+
+
+def test_recording_anew_replaces_what_was_measured_and_keeps_the_rest(tmp_path):
+    """A second run that measured quality only, and drift on a CPU."""
+    recorded = tmp_path / "recorded"
+    record.record(measured_results(tmp_path / "first"), recorded)
+    second = measured_results(tmp_path / "second")
+    for name, file in record.TABLES.items():
+        if name == "quality.csv":
+            pandas.read_csv(second / file).assign(time_us=2.5).to_csv(second / file, index=False)
+        elif name == "drift.csv":
+            pandas.read_csv(second / file).assign(time_us=3.5, gpu=None).to_csv(second / file, index=False)
+        else:
+            (second / file).unlink()
+    folder = record.record(second, recorded)
+    times = {name: pandas.read_csv(folder / name)["time_us"].item() for name in record.TABLES}
+    assert times == dict.fromkeys(record.TABLES, 1.5) | {"quality.csv": 2.5}
+    digest = hashlib.sha256((folder / "quality.csv").read_bytes()).hexdigest()
+    assert json.loads((folder / "manifest.json").read_text())["sha256"]["quality.csv"] == digest
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"status": "not run"}, "must hold measured rows, got none"),
+        ({"status": "not run"}, "must hold rows measured on a Hopper GPU, got none"),
         ({"gpu": "NVIDIA H20"}, "must come from one GPU"),
     ],
 )

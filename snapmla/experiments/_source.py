@@ -24,6 +24,11 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda" if hopper else "cpu")
 
 
+def gpu_of(device: torch.device) -> str | None:
+    """The column `gpu` of results: the name of the GPU that made them, or None."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 def load(cfg: SourceConfig, run: Run) -> source.Source:
     """The configured checkpoint, or the workflow's own probe model."""
     path = cfg.path or run.input("probe", "model")

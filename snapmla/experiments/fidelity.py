@@ -118,8 +118,9 @@ def main(cfg: FidelityConfig, run: Run) -> None:
         for layer in range(layers):
             record("accumulated", variant, layer, n, errors(outputs[layer], exact[layer]))
         run.progress(f"accumulated: {variant}, last layer's relative L2 {rows[-1]['relative_l2']:.4f}")
-    run.write_table("layer_error.csv", rows)
-    run.write_table("kernels.csv", kernel_rows)
+    gpu = _source.gpu_of(device)
+    run.write_table("layer_error.csv", [{**row, "status": "ok", "gpu": gpu} for row in rows])
+    run.write_table("kernels.csv", [{**row, "gpu": gpu} for row in kernel_rows])
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ def main(cfg: QualityConfig, run: Run) -> None:
                 rows += quality.rows({task: right}, context, seed)
             found = ", ".join(f"{name} {values.mean():.3f}" for name, values in right.items())
             run.progress(f"{task}, context {context}, last seed: {found}")
-    run.write_table("quality.csv", rows)
+    gpu = _source.gpu_of(origin.model.device)
+    run.write_table("quality.csv", [{**row, "status": "ok", "gpu": gpu} for row in rows])
     for row in rows:
         run.log({f"{row['task']}/{row['context']}/{row['variant']}": row["score"]})
 
