@@ -49,7 +49,7 @@ TOOLS_STAMP := $(if $(filter cpu,$(TARGET)),$(VENV)/.made-tools)
 
 .PHONY: all kernels test figures sync record lint setup deps flashmla lock clean distclean help
 
-all: setup ## run the whole workflow: every figure, table and claim (SIZE=full or short)
+all: setup ## run the whole workflow: every figure, table and claim (SIZE=full, short or large)
 	@echo "== workflow ($(SIZE))"
 	@$(RUN) $(PY) -m snakemake all --configfile "conf/workflow/$(SIZE).yaml" --cores $(CORES) $(SNAKEMAKE_ARGS)
 

@@ -118,6 +118,8 @@ def build(results: Results) -> None:
     paper_caption = f"Table 1. Quality, BF16 against FP8. Source: {PAPER.long}."
     shown = [(paper_caption, paper_part(published)), *served, (ours_caption, our_part(quality))]
     for source, table in results.recorded_tables("quality.csv", COLUMNS):
+        if set(table["source"]) != {"recorded"}:  # a result folder, given as that of the recorded ones
+            continue
         caption = (
             f"Table 1b. The same of the large probe model (conf/size/large.yaml), attention in the kernels. Source: {source.long}. "
             f"{INTERVALS}."

@@ -16,6 +16,7 @@ same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -122,7 +123,8 @@ def quantize_key(content: Tensor, rope: Tensor, config: QuantConfig = SNAPMLA) -
         amax = _amax_over_blocks(amax, config.block_tokens)
     elif config.key_scale in ("tensor", "static"):
         amax = _amax_over_tensor(amax)
-    return _apply(content, rope, _scale(amax, config.key_scale, config), config)
+    scale = _scale(amax, config.key_scale, config)
+    return quantize_by(content, rope, scale, quantize_rope=config.quantize_rope)
 
 
 def quantize_query(content: Tensor, rope: Tensor, config: QuantConfig = SNAPMLA) -> Quantized:
@@ -141,7 +143,35 @@ def quantize_query(content: Tensor, rope: Tensor, config: QuantConfig = SNAPMLA)
         amax = amax.amax(-1, keepdim=True).expand_as(amax) if amax.numel() else amax
     elif config.query_scale in ("tensor", "static"):
         amax = _amax_over_tensor(amax)
-    return _apply(content, rope, _scale(amax, config.query_scale, config), config)
+    scale = _scale(amax, config.query_scale, config)
+    return quantize_by(content, rope, scale, quantize_rope=config.quantize_rope)
+
+
+def quantize_by(
+    content: Tensor,
+    rope: Tensor,
+    scale: Tensor,
+    *,
+    to_stored: Callable[[Tensor], Tensor] = to_e4m3,
+    quantize_rope: bool = False,
+) -> Quantized:
+    """Quantize latents or queries by given scales; both parts are divided by them.
+
+    Args:
+        content: [..., 512], floating point.
+        rope: [..., 64], floating point.
+        scale: float32 [...].
+        to_stored: rounds the divided content, float32, to the type that is stored.
+        quantize_rope: the divided RoPE part is rounded to e4m3, not only to BF16.
+
+    Returns:
+        content of the stored type [..., 512], rope bfloat16 [..., 64], the same scale.
+    """
+    divisor = scale.unsqueeze(-1)
+    rope = rope.float() / divisor
+    if quantize_rope:
+        rope = to_e4m3(rope).float()  # every e4m3 value is a bfloat16 value: the cache keeps one layout
+    return Quantized(to_stored(content.float() / divisor), rope.to(torch.bfloat16), scale)
 
 
 def dequantize(quantized: Quantized) -> Tensor:
@@ -171,11 +201,3 @@ def _scale(amax: Tensor, sharing: str, config: QuantConfig) -> Tensor:
     if sharing == "static":
         return torch.where(torch.isfinite(amax), config.static_scale, torch.nan)
     return scale_from_amax(amax)
-
-
-def _apply(content: Tensor, rope: Tensor, scale: Tensor, config: QuantConfig) -> Quantized:
-    divisor = scale.unsqueeze(-1)
-    rope = rope.float() / divisor
-    if config.quantize_rope:
-        rope = to_e4m3(rope).float()  # every e4m3 value is a bfloat16 value: the cache keeps one layout
-    return Quantized(to_e4m3(content.float() / divisor), rope.to(torch.bfloat16), scale)

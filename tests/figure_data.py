@@ -222,6 +222,35 @@ def drift() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def ablation() -> pd.DataFrame:
+    """Nothing beats SnapMLA at its bytes; a larger format does."""
+    formats = {
+        "snapmla": ("SnapMLA", 644, "FP8", 1.0),
+        "fake_large": ("FAKE large", 656, "BF16", 0.8),
+        "fake_small": ("FAKE small", 580, "INT8", 2.0),
+    }
+    rows = [
+        {
+            "format": name, "label": label, "bytes_per_token": size, "products": products, "layer": layer,
+            "context": 32768, "queries": 7, "crest": 3.5, "relative_l2": 0.01 * error * (1 + 0.1 * layer),
+            "queries_lower": 7 if error < 1 else 0, "source": "measured",
+        }
+        for (name, (label, size, products, error)), layer in itertools.product(formats.items(), LAYERS)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def ablation_accumulation() -> pd.DataFrame:
+    rows = [
+        {
+            "rule": rule, "layer": 3, "keys": keys, "relative_l2": 0.02, "relative_l2_quantized": error,
+            "source": "measured",
+        }
+        for (rule, error), keys in itertools.product((("float32", 0.001), ("single", 0.01)), (1024, 4096))
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 class Fake:
     """Tables by (experiment, file name); change or delete entries, then ``write`` them below a folder."""
 
@@ -239,6 +268,8 @@ class Fake:
             ("throughput", "throughput.csv"): throughput(),
             ("quality", "quality.csv"): quality(),
             ("drift", "drift.csv"): drift(),
+            ("ablation", "ablation.csv"): ablation(),
+            ("ablation", "accumulation.csv"): ablation_accumulation(),
         }
 
     def write(self, root: Path) -> Path:

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, timed, timed_errors, write_run_json
+from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, quality, timed, timed_errors, write_run_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "paper_figures"
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
-TABLES = ("table1", "table2", "table_kernels")
+TABLES = ("table1", "table2", "table_kernels", "table_ablation")
 INPUTS = {
     "fig1": "throughput/throughput.csv",
     "fig3": "distribution/mse.csv",
@@ -29,6 +29,7 @@ INPUTS = {
     "fig_drift": "drift/drift.csv",
     "table1": "quality/quality.csv",
     "table2": "fidelity/layer_error.csv",
+    "table_ablation": "ablation/ablation.csv",
 }
 PANELS = {
     "fig1": 6, "fig2": 1, "fig3": 3, "fig4": 6, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
@@ -119,6 +120,50 @@ def test_kernel_times_stand_beside_least_times(tmp_path: Path) -> None:
     assert f"{934 / 600:.2f}" in text  # SnapMLA at half of 1868 TFLOPS over FlashMLA at 600
     tidy = pd.read_csv(root / "tables" / "table_kernels.csv")
     assert set(tidy["batch"]) == {1, 32} and set(tidy["source"]) == {"measured"}
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "lower", "named"),
+    [
+        (644, 0.5, 7, True),
+        (580, 0.5, 7, True),
+        (645, 0.5, 7, False),  # more bytes
+        (644, 0.5, 5, True),  # 30 of 42 queries, more than 27.5
+        (644, 0.5, 4, False),  # 24 of 42 may be chance
+        (644, 0.996, 7, False),  # a ratio that is printed as 1.00
+        (644, 1.2, 7, False),
+    ],
+)
+def test_the_ablation_names_a_winner_only_where_there_is_one(
+    size: int, error: float, lower: int, named: bool, tmp_path: Path
+) -> None:
+    fake = Fake()
+    table = fake.tables["ablation", "ablation.csv"]
+    winner = table.query("format == 'snapmla'").assign(
+        format="fake_other",
+        label="FAKE other",
+        bytes_per_token=size,
+        relative_l2=lambda rows: rows["relative_l2"] * error,
+        queries_lower=lower,
+    )
+    fake.tables["ablation", "ablation.csv"] = pd.concat([table, winner])
+    root = fake.write(tmp_path)
+    assert draw("table_ablation", root) == 0
+    caption = (root / "tables" / "table_ablation.md").read_text().split("\n\n")[0]
+    assert (f"FAKE other ({error:.2f}x, FP8 products, {6 * lower} of 42 queries)" in caption) == named
+    assert ("Nothing here has a lower error" in caption) != named
+    assert "FAKE large (" not in caption and "FAKE small (" not in caption
+    tidy = pd.read_csv(root / "tables" / "table_ablation.csv").set_index("format")
+    assert tidy.loc["fake_other", "ratio_to_snapmla"] == pytest.approx(error)
+    assert tidy.loc["snapmla", "mean_relative_l2"] == pytest.approx(0.0125)
+    assert tidy.loc["snapmla", "worst_relative_l2"] == pytest.approx(0.015)
+
+
+def test_the_ablation_needs_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = Fake()
+    fake.tables["ablation", "ablation.csv"] = fake.tables["ablation", "ablation.csv"].query("format != 'snapmla'")
+    assert draw("table_ablation", fake.write(tmp_path)) == 1
+    assert "must have rows of the format 'snapmla'" in capsys.readouterr().err
 
 
 def test_measured_kernels_are_drawn_beside_the_model(tmp_path: Path) -> None:
@@ -223,6 +268,31 @@ def test_missing_and_malformed_input_is_one_sentence(
             assert draw(name, root) == 1
             assert re.fullmatch(pattern + "\n", capsys.readouterr().err)
             assert outputs(root) == {}
+
+
+def test_table1_is_the_mean_over_seeds_with_its_interval() -> None:
+    table1 = importlib.import_module("table1")
+    rows = [
+        {"task": "recall", "context": 4096, "variant": variant, "seed": seed, "score": score, "ci95": half, "n": 20, "source": "measured"}
+        for variant, seed, score, half in (("bf16", 0, 0.8, 0.06), ("bf16", 1, 1.0, 0.08), ("snapmla", 0, 0.7, 0.0), ("snapmla", 1, 0.9, None))
+    ]  # fmt: skip
+    row = table1.our_part(pd.DataFrame(rows)).loc[0]
+    assert row["BF16"] == "0.9000 ± 0.0500" and row["SnapMLA"] == "0.8000"
+    assert (row["k"], row["n"], row["task"]) == ("2", "20", "recall: the value of a key")
+
+
+def test_table1_shows_a_recorded_gpus_quality(tmp_path: Path) -> None:
+    root, recorded = Fake().write(tmp_path / "results"), tmp_path / "recorded" / "h200"
+    recorded.mkdir(parents=True)
+    quality().assign(task="recall", source="recorded").to_csv(recorded / "quality.csv", index=False)
+    write_run_json(recorded, "quality")
+    (recorded / "run.json").rename(recorded / "quality.json")
+    (recorded / "run.json").write_text('{"provenance": {"date": "1998-01-01"}}')
+    assert draw("table1", root, "--recorded", str(recorded.parent)) == 0
+    text = (root / "tables" / "table1.md").read_text()
+    assert "Table 1b" in text and "recall: the value of a key" in text and "1999-12-31" in text and "1998" not in text
+    tidy = pd.read_csv(root / "tables" / "table1.csv")
+    assert set(tidy["source"]) == {"paper", "measured", "recorded"}
 
 
 def test_missing_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def test_figures_only_redraws(changed: Path) -> None:
     """Nothing is computed for `snakemake figures`, even where a source of an experiment has changed."""
     edit(changed / "conf/probe.yaml", "rows: 3", "rows: 4")
     results = changed / "results"
-    folders = ("throughput", "kernel_bench", "distribution", "drift")
+    folders = ("throughput", "kernel_bench", "distribution", "drift", "ablation")
     for name in folders:
         (results / name).mkdir()
         for file in (*EXPERIMENTS[name][1], "run.json"):

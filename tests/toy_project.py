@@ -16,9 +16,10 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
     "probe": ([], ["model/config.json", "model/model.safetensors", "training.csv", "corpus.json"]),
     "latents": (["probe/model"], ["latents.safetensors", "latents.json", "heldout.csv"]),
     "distribution": (["latents/latents.json"], ["ranges.csv", "histogram.csv", "mse.csv"]),
-    "fidelity": (["latents/latents.json", "probe/model"], ["layer_error.csv"]),
+    "fidelity": (["latents/latents.json", "probe/model"], ["layer_error.csv", "kernels.csv"]),
     "quality": (["probe/model"], ["quality.csv"]),
     "drift": (["probe/model"], ["drift.csv"]),
+    "ablation": (["latents/latents.json"], ["ablation.csv", "accumulation.csv"]),
     "accumulation": (["kernels/kernels.csv"], ["accumulation.csv", "kernels.csv"]),
     "kernel_bench": (
         ["kernels/kernels.csv"],
@@ -29,7 +30,7 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
 ON_REQUEST = {"benchmarks": ([], ["benchmarks.csv"])}  # what `snakemake all` leaves out
 MEASURING = ("kernel_bench", "throughput")
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
-TABLES = ("table1", "table2", "table_kernels")
+TABLES = ("table1", "table2", "table_kernels", "table_ablation")
 
 EXPERIMENT = '''"""A stand-in for the experiment {name}."""
 

@@ -39,7 +39,11 @@ from snapmla.reference.exact import visible_keys
 from snapmla.schedule import BLOCK_KEYS
 
 LOG2_E = math.log2(math.e)
-LOG2_E4M3_MAX = math.log2(E4M3_MAX)
+
+UINT8_MAX = 255.0
+
+P_MAX = {"block": E4M3_MAX, "none": E4M3_MAX, "uint8": UINT8_MAX}
+"""What a reference makes of its block's largest P', for each `Rules.p_rule` that has a reference by the block."""
 
 KEEP_BITS = 12.0
 """How far below a row's reference a block's largest P' may lie before the kernel moves the reference down."""
@@ -56,13 +60,14 @@ class Rules:
     Attributes:
         block: keys per block (BlockN).
         p_rule: how P is rounded. "block": to e4m3, its reference by the block (Algorithm 1). "none": scaled
-            likewise, not rounded. "bf16": to BF16 with the running maximum as reference, as BF16 kernels do.
+            likewise, not rounded. "uint8": to an integer, the block's largest P' being 255 (for INT8 content).
+            "bf16": to BF16 with the running maximum as reference, as BF16 kernels do.
         keep_bits: the reference is kept while the block's own lies at most this many bits below it.
         accumulation: how the tensor cores add (the BF16 RoPE part of QK is added without loss).
     """
 
     block: int = PAGE_SIZE
-    p_rule: Literal["block", "none", "bf16"] = "block"
+    p_rule: Literal["block", "none", "uint8", "bf16"] = "block"
     keep_bits: float = 0.0
     accumulation: Accumulation = FLOAT32_ADDS
 
@@ -107,29 +112,29 @@ def emulated_attention(
     rows = s_q * heads
     q_content, q_rope = (x.reshape(rows, -1).to(dtype) for x in (q.content, q.rope))
     q_scale = q.scale.reshape(rows, 1).to(dtype) * (softmax_scale * LOG2_E)
-    k_content, k_rope, k_scale = (x.to(dtype) for x in k)
     limit = visible_keys(s_q, keys, causal, q_scale.device) if visible is None else visible
     limit = limit.repeat_interleave(heads)[:, None]
 
     reference = q_scale.new_zeros(rows, 1)
     highest = q_scale.new_full((rows, 1), -torch.inf)
     ell = q_scale.new_zeros(rows, 1)
-    o = q_scale.new_zeros(rows, k_content.shape[-1])
+    o = q_scale.new_zeros(rows, k.content.shape[-1])
 
     for start in range(0, keys, rules.block):
         block = slice(start, min(start + rules.block, keys))
-        s = rules.accumulation.dot(q_content, k_content[block].T)
-        s = (s + q_rope @ k_rope[block].T) * k_scale[block] * q_scale
+        content, rope, scale = (x[block].to(dtype) for x in k)
+        s = rules.accumulation.dot(q_content, content.T)
+        s = (s + q_rope @ rope.T) * scale * q_scale
         hidden = torch.arange(block.start, block.stop, device=s.device) >= limit
         s = s.masked_fill(hidden, -torch.inf)  # selection, never multiplication: a hidden slot may hold NaN
 
-        before, reference = reference, _reference(s, k_scale[block], reference, highest, rules)
+        before, reference = reference, _reference(s, scale, reference, highest, rules)
         highest = torch.where(hidden.all(-1, keepdim=True), highest, torch.maximum(highest, reference))
         e = torch.exp2(s - reference)
-        p = _round_p(torch.where(hidden, 0.0, e * k_scale[block]), rules.p_rule)
+        p = _round_p(torch.where(hidden, 0.0, e * scale), rules.p_rule)
 
         gamma = torch.exp2(before - reference) if start else 0.0
-        o = rules.accumulation.add(gamma * o, p, k_content[block])
+        o = rules.accumulation.add(gamma * o, p, content)
         ell = gamma * ell + e.sum(-1, keepdim=True)
 
     empty = ell == 0
@@ -145,7 +150,7 @@ def _reference(s: Tensor, k_scale: Tensor, before: Tensor, highest: Tensor, rule
         moved = own > highest
     else:
         largest = torch.where(s == -torch.inf, -torch.inf, s + torch.log2(k_scale))
-        own = largest.amax(-1, keepdim=True) - LOG2_E4M3_MAX
+        own = largest.amax(-1, keepdim=True) - math.log2(P_MAX[rules.p_rule])
         kept = (own <= before) & (own >= before - rules.keep_bits) & (highest > -torch.inf)
         moved = ~kept & (own > -torch.inf)
     return torch.where(moved, torch.maximum(own, highest - DROP_BITS), before)
@@ -154,4 +159,6 @@ def _reference(s: Tensor, k_scale: Tensor, before: Tensor, highest: Tensor, rule
 def _round_p(p: Tensor, p_rule: str) -> Tensor:
     if p_rule == "none":
         return p
+    if p_rule == "uint8":
+        return p.round().clamp(0.0, UINT8_MAX)
     return (to_e4m3(p) if p_rule == "block" else p.to(torch.bfloat16)).to(p.dtype)

@@ -26,7 +26,7 @@ EXPERIMENTS = {
             "probe/model/config.json",
             "probe/model/model.safetensors",
         ],
-        makes=["layer_error.csv"],
+        makes=["layer_error.csv", "kernels.csv"],
         threads=2,
     ),
     "quality": dict(
@@ -38,6 +38,10 @@ EXPERIMENTS = {
         needs=["probe/model/config.json", "probe/model/model.safetensors"],
         makes=["drift.csv"],
         threads=2,
+    ),
+    "ablation": dict(
+        needs=["latents/latents.safetensors", "latents/latents.json"],
+        makes=["ablation.csv", "accumulation.csv"],
     ),
     "accumulation": dict(needs=["kernels/kernels.csv"], makes=["accumulation.csv", "kernels.csv"]),
     "kernel_bench": dict(needs=["kernels/kernels.csv"], makes=["kernel_bench.csv", "latency.csv", "ceilings.csv", "roofline.csv"], gpu=1),
