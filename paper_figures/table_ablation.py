@@ -68,6 +68,9 @@ def formats_part(table: pd.DataFrame) -> pd.DataFrame:
             "relative L2, mean": table["mean_relative_l2"].map("{:.2e}".format),
             "worst layer": table["worst_relative_l2"].map("{:.2e}".format),
             "over SnapMLA": table["ratio_to_snapmla"].map("{:.2f}".format),
+            "queries below SnapMLA": [
+                f"{lower} of {queries}" for lower, queries in zip(table["queries_lower"], table["queries"])
+            ],
         }
     )
 
@@ -87,11 +90,7 @@ def build(results: Results) -> None:
     accumulation = results.table("ablation", "accumulation.csv", ACCUMULATION)
     label = "; ".join(source.long for source in results.label("ablation", errors))
     table = compared(errors)
-    tidy = table.assign(
-        context=errors["context"].max(),
-        queries=errors["queries"].max(),
-        source=", ".join(errors["source"].unique()),
-    )
+    tidy = table.assign(context=errors["context"].max(), source=", ".join(errors["source"].unique()))
     model = results.model("latents")
     formats_caption = (
         f"Formats of the cache, latents of {model} at {context_name(int(errors['context'].max()))} keys, "

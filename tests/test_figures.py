@@ -156,6 +156,7 @@ def test_the_ablation_names_a_winner_only_where_there_is_one(
     tidy = pd.read_csv(root / "tables" / "table_ablation.csv").set_index("format")
     assert tidy.loc["fake_other", "ratio_to_snapmla"] == pytest.approx(error)
     assert tidy.loc["snapmla", "mean_relative_l2"] == pytest.approx(0.0125)
+    assert tidy.loc["fake_other", ["queries_lower", "queries"]].tolist() == [6 * lower, 42]
     assert tidy.loc["snapmla", "worst_relative_l2"] == pytest.approx(0.015)
 
 
