@@ -138,7 +138,14 @@ def test_fidelity_table(results, latents):
     table = pd.read_csv(results / "fidelity" / "layer_error.csv")
     assert len(table) == 2 * LAYERS * len(VARIANTS) and set(table["source"]) == {"measured"}
     assert set(table["config"]) == set(VARIANTS) and set(table["panel"]) == {"teacher_forced", "accumulated"}
-    assert not table.isna().any().any() and (table["context"] == CONTEXT).all()
+    assert not table.drop(columns="gpu").isna().any().any() and (table["context"] == CONTEXT).all()
+    kernels = pd.read_csv(results / "fidelity" / "kernels.csv").set_index(["config", "layer"])
+    assert set(kernels.index) == {(variant, layer) for variant in VARIANTS for layer in range(LAYERS)}
+    if torch.cuda.is_available():
+        assert table["gpu"].nunique() == 1 and (kernels.loc["snapmla", "from_emulation"] < 2e-3).all()
+    else:  # measured on the CPU, and no kernel
+        assert table["gpu"].isna().all() and set(kernels["status"]) == {"not run"}
+        assert set(kernels["reason"]) == {"no Hopper GPU"} and kernels["relative_l2"].isna().all()
     forced = table[table["panel"] == "teacher_forced"].set_index(["config", "layer"])
     for variant in ("bf16", *CONFIGS):
         arguments, visible = layer_of(latents, 1), latents["positions"] + 1
