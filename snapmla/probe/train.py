@@ -39,7 +39,7 @@ class Shape:
 @dataclass
 class Phase:
     """A stretch of training with ``batch`` sequences of ``sequence`` bytes in each of ``steps`` steps, a share ``tasks``
-    of which are documents of `snapmla.probe.tasks` in turns, the rest windows of real text."""
+    of which are documents of tasks (`snapmla.probe.tasks`), each drawn at random, the rest windows of real text."""
 
     sequence: int
     batch: int
