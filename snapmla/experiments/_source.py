@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from snapmla.bench.machine import hopper_gpu
 from snapmla.experiments._app import Run
 from snapmla.probe import source
 
@@ -20,13 +21,13 @@ def device_of(name: str) -> torch.device:
     """"auto" is a Hopper GPU where there is one, on which the kernels run, and the CPU elsewhere."""
     if name != "auto":
         return torch.device(name)
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return torch.device("cuda" if hopper else "cpu")
+    return torch.device("cuda" if hopper_gpu() else "cpu")
 
 
-def gpu_of(device: torch.device) -> str | None:
-    """The column `gpu` of results: the name of the GPU that made them, or None."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+def measured_on(device: torch.device, rows: list[dict]) -> list[dict]:
+    """Rows with what recording asks of them: their status, "ok" unless they have one, and the GPU's name (None: a CPU)."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return [{**row, "status": row.get("status", "ok"), "gpu": gpu} for row in rows]
 
 
 def load(cfg: SourceConfig, run: Run) -> source.Source:

@@ -87,8 +87,7 @@ def main(cfg: DriftConfig, run: Run) -> None:
                 }
             )  # fmt: skip
         run.progress(f"{name}: KL {kl.mean():.2e} nats, top-1 agreement {agrees.float().mean():.2%}")
-    gpu = _source.gpu_of(origin.model.device)
-    run.write_table("drift.csv", [{**row, "status": "ok", "gpu": gpu} for row in rows])
+    run.write_table("drift.csv", _source.measured_on(origin.model.device, rows))
     for row in sorted(rows, key=lambda row: row["step_to"]):
         run.log({f"{row['variant']}/{name}": row[name] for name in ("kl", "top1_agreement")}, step=row["step_to"])
 

@@ -36,40 +36,40 @@ class FidelityConfig(BaseConfig):
     source: SourceConfig = field(default_factory=SourceConfig)
 
 
+Call = tuple[Tensor, Tensor, Tensor, float]
+"""One layer's attention: queries [n, heads, 576], content [keys, 512], RoPE [keys, 64], softmax_scale."""
+
+
 def errors(value: Tensor, reference: Tensor) -> dict[str, float]:
     """Fig 4's three metrics."""
     return {name: metric(value, reference) for name, metric in METRICS.items()}
 
 
 def teacher_forced(
-    variants: list[str], layer: int, query: Tensor, positions: Tensor, found: hf.Latents
+    variants: list[str], call: Call, visible: Tensor, exact: Tensor
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each variant's error in one layer, for queries [n, heads, 576] at `positions`."""
-    arguments = (query, found.content[layer], found.rope[layer], found.softmax_scale)
-    exact = attend("exact", *arguments, visible=positions + 1)
+    """Each variant's error in one layer."""
     for variant in variants:
-        yield variant, errors(attend(variant, *arguments, visible=positions + 1), exact)
+        yield variant, errors(attend(variant, *call, visible=visible), exact)
 
 
-def by_kernels(
-    variants: list[str], layer: int, query: Tensor, positions: Tensor, found: hf.Latents, context: int
-) -> Iterator[dict]:
-    """Rows of kernels.csv of one layer, the queries as in `teacher_forced`."""
-    arguments = (query, found.content[layer], found.rope[layer], found.softmax_scale)
-    why_not = None if query.is_cuda else "no Hopper GPU"
-    exact = None if why_not else attend("exact", *arguments, visible=positions + 1)
+def by_kernels(variants: list[str], call: Call, visible: Tensor, exact: Tensor) -> Iterator[dict]:
+    """Rows of kernels.csv of one layer."""
     for variant in variants:
-        row = {"config": variant, "layer": layer, "context": context, "queries": len(query)}
-        reason = why_not or (flashmla.why_not("bf16") if variant == "bf16" else None)
-        if reason:
-            yield {**row, "relative_l2": None, "from_emulation": None, "source": "measured", "status": "not run", "reason": reason}
-            continue
-        out = attention.attend(variant, *arguments, visible=positions + 1)
-        whole = attention.attend(variant, *arguments, visible=positions + 1, split=False)
-        rules = ALGORITHM_1 if variant == "bf16" else KERNEL
-        emulated = attend(variant, *arguments, visible=positions + 1, rules=rules)
-        found_errors = {"relative_l2": METRICS["relative_l2"](out, exact), "from_emulation": METRICS["relative_l2"](whole, emulated)}
-        yield {**row, **found_errors, "source": "measured", "status": "ok", "reason": None}
+        reason = flashmla.why_not("bf16") if variant == "bf16" else None
+        if not exact.is_cuda:
+            reason = "no Hopper GPU"
+        relative_l2 = from_emulation = None
+        if reason is None:
+            rules = ALGORITHM_1 if variant == "bf16" else KERNEL
+            emulated = attend(variant, *call, visible=visible, rules=rules)
+            whole = attention.attend(variant, *call, visible=visible, split=False)
+            relative_l2 = METRICS["relative_l2"](attention.attend(variant, *call, visible=visible), exact)
+            from_emulation = METRICS["relative_l2"](whole, emulated)
+        yield {
+            "config": variant, "relative_l2": relative_l2, "from_emulation": from_emulation, "source": "measured",
+            "status": "not run" if reason else "ok", "reason": reason,
+        }  # fmt: skip
 
 
 def accumulated_outputs(
@@ -104,13 +104,16 @@ def main(cfg: FidelityConfig, run: Run) -> None:
         rows.append({**row, **metrics, "source": "measured"})
         run.log({f"{panel}/{variant}/{name}": value for name, value in metrics.items()}, step=len(rows))
 
+    visible = positions + 1
     for layer in range(layers):
-        for variant, metrics in teacher_forced(cfg.variants, layer, found.query[layer], positions, found):
+        call = found.query[layer], found.content[layer], found.rope[layer], found.softmax_scale
+        exact = attend("exact", *call, visible=visible)
+        for variant, metrics in teacher_forced(cfg.variants, call, visible, exact):
             record("teacher_forced", variant, layer, len(positions), metrics)
+        where = {"layer": layer, "context": context, "queries": len(positions)}
+        kernel_rows += [where | row for row in by_kernels(cfg.variants, call, visible, exact)]
         run.progress(f"teacher-forced: layer {layer + 1} of {layers}")
 
-    for layer in range(layers):
-        kernel_rows += by_kernels(cfg.variants, layer, found.query[layer], positions, found, context)
     model = _source.load(cfg.source, run).model
     exact = accumulated_outputs("exact", model, tokens, found, n)
     for variant in cfg.variants:
@@ -118,9 +121,8 @@ def main(cfg: FidelityConfig, run: Run) -> None:
         for layer in range(layers):
             record("accumulated", variant, layer, n, errors(outputs[layer], exact[layer]))
         run.progress(f"accumulated: {variant}, last layer's relative L2 {rows[-1]['relative_l2']:.4f}")
-    gpu = _source.gpu_of(device)
-    run.write_table("layer_error.csv", [{**row, "status": "ok", "gpu": gpu} for row in rows])
-    run.write_table("kernels.csv", [{**row, "gpu": gpu} for row in kernel_rows])
+    run.write_table("layer_error.csv", _source.measured_on(device, rows))
+    run.write_table("kernels.csv", _source.measured_on(device, kernel_rows))
 
 
 if __name__ == "__main__":

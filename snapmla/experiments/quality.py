@@ -69,8 +69,7 @@ def main(cfg: QualityConfig, run: Run) -> None:
                 rows += quality.rows({task: right}, context, seed)
             found = ", ".join(f"{name} {values.mean():.3f}" for name, values in right.items())
             run.progress(f"{task}, context {context}, last seed: {found}")
-    gpu = _source.gpu_of(origin.model.device)
-    run.write_table("quality.csv", [{**row, "status": "ok", "gpu": gpu} for row in rows])
+    run.write_table("quality.csv", _source.measured_on(origin.model.device, rows))
     for row in rows:
         run.log({f"{row['task']}/{row['context']}/{row['variant']}": row["score"]})
 

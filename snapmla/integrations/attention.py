@@ -58,8 +58,9 @@ def attend(
         query = quantize_query(q[..., :KV_LORA_RANK], q[..., KV_LORA_RANK:], config)
         planes = paged(key.content.view(torch.uint8)).view(E4M3), paged(key.rope), paged(key.scale)
         queries = (x.unflatten(0, (-1, s_q)).contiguous() for x in query)
-        whole = torch.tensor([[0, 0], [len(lengths), 0]], dtype=torch.int32, device=q.device)  # one part
-        schedule = None if split else whole
+        schedule = None
+        if not split:  # one part
+            schedule = torch.tensor([[0, 0], [len(lengths), 0]], dtype=torch.int32, device=q.device)
         cache = LatentCache.from_planes(*planes)
         out, _ = mla_decode_quantized(*queries, cache, table, lengths, softmax_scale, schedule=schedule)
     return out.flatten(0, 1).float()

@@ -55,23 +55,30 @@ def _keys(rng: np.random.Generator, n: int) -> Array:
     return KEY_LETTERS[of[:, None] // len(KEY_LETTERS) ** np.arange(KEY) % len(KEY_LETTERS)]
 
 
-def _pairs(keys: Array, values: Array, sign: Array | bytes) -> Array:
-    """uint8 [n, 10]: lines of key, sign and value."""
+def _pairs(keys: Array, values: Array, asks: Array | bool = False) -> Array:
+    """uint8 [n, 10]: lines of key, sign and value, the sign being that of a question where a line asks."""
     lines = np.empty((len(keys), _PAIR), np.uint8)
     lines[:, :KEY], lines[:, KEY + 1 : -1], lines[:, -1] = keys, values, ord("\n")
-    lines[:, KEY] = sign if isinstance(sign, np.ndarray) else ord(sign)
+    lines[:, KEY] = np.where(asks, ord("?"), ord("="))
     return lines
 
 
-def _asking(rng: np.random.Generator, lines: int, first: int) -> tuple[Array, Array]:
-    """So many lines, of which half ask, from line `first` on, for one of the pairs before; and which do."""
+def _asking(rng: np.random.Generator, lines: int) -> tuple[Array, Array]:
+    """So many lines, of which half, but not the first, ask for one of the pairs before; and which do."""
     asks = rng.random(lines) < 0.5
-    asks[:first] = False
+    asks[0] = False
     asked = np.flatnonzero(~asks)  # the pairs
     before = np.cumsum(~asks)
     of = np.where(asks, asked[(rng.random(lines) * before).astype(np.int64)], np.arange(lines))
     keys, values = _keys(rng, lines), _letters(rng, lines, KEY)
-    return _pairs(keys[of], values[of], np.where(asks, ord("?"), ord("=")).astype(np.uint8)), asks
+    return _pairs(keys[of], values[of], asks), asks
+
+
+def _answers_taught(lines: Array, asks: Array, length: int) -> Document:
+    """Lines as `_pairs` makes them, cut to the length, that teach what they answer."""
+    taught = np.zeros(lines.shape, bool)
+    taught[asks, KEY + 1 : -1] = True
+    return _cut(lines, taught, length)
 
 
 def _cut(lines: Array, taught: Array, length: int) -> Document:
@@ -79,10 +86,7 @@ def _cut(lines: Array, taught: Array, length: int) -> Document:
 
 
 def recall_document(rng: np.random.Generator, length: int, text: Array) -> Document:
-    lines, asks = _asking(rng, -(-length // _PAIR), 1)
-    taught = np.zeros(lines.shape, bool)
-    taught[asks, KEY + 1 : -1] = True
-    return _cut(lines, taught, length)
+    return _answers_taught(*_asking(rng, -(-length // _PAIR)), length)
 
 
 def last_document(rng: np.random.Generator, length: int, text: Array) -> Document:
@@ -96,14 +100,12 @@ def last_document(rng: np.random.Generator, length: int, text: Array) -> Documen
             values[i] = values[latest[of[i]]]
         else:
             latest[of[i]] = i
-    taught = np.zeros((lines, _PAIR), bool)
-    taught[asks, KEY + 1 : -1] = True
-    return _cut(_pairs(keys[of], values, np.where(asks, ord("?"), ord("=")).astype(np.uint8)), taught, length)
+    return _answers_taught(_pairs(keys[of], values, asks), asks, length)
 
 
 def needles_document(rng: np.random.Generator, length: int, text: Array) -> Document:
     count = max(2, min(length // 128, 256))
-    lines, asks = _asking(rng, count, 1)
+    lines, asks = _asking(rng, count)
     tokens, taught = text[:length].copy(), np.ones(length, bool)
     width = _PAIR + 1  # a line feed before
     slots = np.sort(rng.choice(length // width, count, replace=False)) * width
@@ -151,7 +153,7 @@ def recall_example(rng: np.random.Generator, length: int, text: Array) -> Exampl
     pairs = (length - KEY - 1) // _PAIR
     keys, values = _keys(rng, pairs), _letters(rng, pairs, KEY)
     asked = rng.integers(pairs)
-    return _asked(_pairs(keys, values, b"="), keys[asked], values[asked], length)
+    return _asked(_pairs(keys, values), keys[asked], values[asked], length)
 
 
 def _asked(lines: Array, key: Array, value: Array, length: int) -> Example:
@@ -166,7 +168,7 @@ def last_example(rng: np.random.Generator, length: int, text: Array) -> Example:
     keys, values = _keys(rng, max(pairs // AGAIN, 1)), _letters(rng, pairs, KEY)
     of = rng.integers(len(keys), size=pairs)
     asked = of[rng.integers(pairs)]
-    return _asked(_pairs(keys[of], values, b"="), keys[asked], values[np.flatnonzero(of == asked)[-1]], length)
+    return _asked(_pairs(keys[of], values), keys[asked], values[np.flatnonzero(of == asked)[-1]], length)
 
 
 def needles_example(rng: np.random.Generator, length: int, text: Array) -> Example:
@@ -176,7 +178,7 @@ def needles_example(rng: np.random.Generator, length: int, text: Array) -> Examp
     question = np.concatenate([[np.uint8(ord("\n"))], keys[asked := rng.integers(needles)], [np.uint8(ord("?"))]])
     tokens = text[: length - len(question)].copy()
     share = len(tokens) // needles
-    for i, line in enumerate(_pairs(keys, values, b"=")):
+    for i, line in enumerate(_pairs(keys, values)):
         at = i * share + rng.integers(share - width)
         tokens[at], tokens[at + 1 : at + width] = ord("\n"), line
     return Example(np.concatenate([tokens, question]), values[asked])
