@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from snapmla import results
+from snapmla.experiments import _source
 from snapmla.experiments._app import BaseConfig, Run, application
 from snapmla.experiments.accumulation import ACCUMULATION
 from snapmla.layout import KV_LORA_RANK
@@ -45,6 +46,7 @@ class AblationConfig(BaseConfig):
     formats: list[str] = MISSING
     queries: int = MISSING
     calibration: float = MISSING
+    device: str = MISSING
     accumulation: AdditionsConfig = field(default_factory=AdditionsConfig)
 
 
@@ -128,17 +130,18 @@ def main(cfg: AblationConfig, run: Run) -> None:
     middle = layers // 2 if cfg.accumulation.layer is None else cfg.accumulation.layer
     if not 0 <= middle < layers:
         raise ValueError(f"accumulation.layer must be from 0 to {layers - 1}, got {middle}.")
+    device = _source.device_of(cfg.device)
     formats, accumulated = [], []
     with safe_open(run.input("latents", "latents.safetensors"), "pt") as stored:
         positions = stored.get_tensor("positions")
         chosen = spread(len(positions), cfg.queries)
         for layer in range(layers):
             query, content, rope = (
-                stored.get_tensor(f"{part}.{layer}") for part in ("query", "content", "rope")
+                stored.get_tensor(f"{part}.{layer}").to(device) for part in ("query", "content", "rope")
             )
             mean = content[: max(1, round(cfg.calibration * context))].float().mean(0)
             crest = crest_factor(content)
-            visible = positions[chosen] + 1
+            visible = (positions[chosen] + 1).to(device)
             inputs = Inputs(query[chosen], content, rope, info["softmax_scale"], visible, mean)
             for name, error, lower in format_errors(cfg.formats, inputs):
                 found = ALTERNATIVES[name]
@@ -157,8 +160,8 @@ def main(cfg: AblationConfig, run: Run) -> None:
                         row = {"rule": rule, "layer": layer, "keys": keys}
                         accumulated.append({**row, **errors, "source": "measured"})
                 run.progress(f"accumulation: {len(lengths)} contexts")
-    run.write_table("ablation.csv", formats)
-    run.write_table("accumulation.csv", accumulated)
+    run.write_table("ablation.csv", _source.measured_on(device, formats))
+    run.write_table("accumulation.csv", _source.measured_on(device, accumulated))
 
 
 def _check(key: str, names: list[str], known: dict[str, object]) -> None:

@@ -193,7 +193,7 @@ def rotated(attend: Attend) -> Attend:
 
     def rotate(x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return x.to(dtype) @ hadamard(KV_LORA_RANK).to(dtype)
+        return x.to(dtype) @ hadamard(KV_LORA_RANK).to(x.device, dtype)
 
     def run(x: Inputs) -> Tensor:
         content, rope = _split(x.q)
