@@ -61,6 +61,8 @@ class Source:
 
 
 PAPER = Source("paper", detail="printed in arXiv 2602.10718")
+LARGE = "the large probe model"
+"""Whose quality, fidelity and drift are recorded (conf/size/large.yaml)."""
 DIAGRAM = Source("diagram", detail="drawn from the method's structure, no data")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 import sources
-from sources import NOT_RUN, PAPER, Results, Source
+from sources import LARGE, NOT_RUN, PAPER, Results, Source
 from style import label_of, save_table
 
 COLUMNS = ("task", "context", "variant", "seed", "score", "ci95", "n", "source")
@@ -45,17 +45,36 @@ def paper_part(table: pd.DataFrame) -> pd.DataFrame:
     return shown.assign(source=PAPER.kind)
 
 
+def mean_and_half(scores: pd.DataFrame) -> tuple[float, float]:
+    """Mean over seeds and half width of its 95% interval: seeds are independent, and each has its own. NaN without any."""
+    return scores["score"].mean(), scores["ci95"].pow(2).sum(min_count=1) ** 0.5 / len(scores)
+
+
+def worse(quality: pd.DataFrame) -> str:
+    """Which variants are worse than BF16 by more than the paired interval, and on what, as one sentence. The agreement, of
+    which BF16 has all by definition, does not count."""
+    found: dict[str, list[str]] = {}
+    for (task, context), group in quality[quality["task"] != "next_byte_agreement"].groupby(["task", "context"], sort=False):
+        means = {str(variant): mean_and_half(scores) for variant, scores in group.groupby("variant", sort=False)}
+        base = means.pop("bf16")[0]
+        for variant, (mean, half) in means.items():
+            loss = mean - base if task == "bits_per_byte" else base - mean
+            if loss > (half if half > 0 else 0.0):
+                found.setdefault(variant, []).append(f"{task} ({context:.0f})")
+    if not found:
+        return "No variant is worse than BF16 by more than the interval."
+    named = [f"{label_of(variant).split(':')[0]} on {', '.join(where)}" for variant, where in found.items()]
+    return f"Worse than BF16 by more than the interval: {'; '.join(named)}."
+
+
 def our_part(quality: pd.DataFrame) -> pd.DataFrame:
     """One row per task and context; the mean over seeds ± half width of its 95% interval."""
     rows = []
     for (task, context), group in quality.groupby(["task", "context"], sort=False):
         row = {"task": TASKS.get(task, task), "context": f"{context:.0f}"}
         for variant, scores in group.groupby("variant", sort=False):
-            # Seeds are independent, and each has its own interval.
-            half = scores["ci95"].pow(2).sum(min_count=1) ** 0.5 / len(scores)
-            row[label_of(str(variant)).split(":")[0]] = f"{scores['score'].mean():.4f}" + (
-                f" ± {half:.4f}" if half > 0 else ""
-            )
+            mean, half = mean_and_half(scores)
+            row[label_of(str(variant)).split(":")[0]] = f"{mean:.4f}" + (f" ± {half:.4f}" if half > 0 else "")
         row |= {"k": f"{group['seed'].nunique()}", "n": f"{group['n'].max():.0f}"}
         rows.append(row | {"source": ", ".join(group["source"].unique())})
     return pd.DataFrame(rows).fillna("–")
@@ -113,19 +132,17 @@ def build(results: Results) -> None:
     ours_caption = (
         f"Table 1, this project. Held-out bytes, model: {model} (its scores are no benchmark of the "
         "paper's). "
-        f"Source: {label}. {INTERVALS}."
+        f"Source: {label}. {INTERVALS}. {worse(quality)}"
     )
     paper_caption = f"Table 1. Quality, BF16 against FP8. Source: {PAPER.long}."
     shown = [(paper_caption, paper_part(published)), *served, (ours_caption, our_part(quality))]
     for source, table in results.recorded_tables("quality.csv", COLUMNS):
-        if set(table["source"]) != {"recorded"}:  # a result folder, given as that of the recorded ones
-            continue
         caption = (
-            f"Table 1b. The same of the large probe model (conf/size/large.yaml), attention in the kernels. Source: {source.long}. "
-            f"{INTERVALS}."
+            f"Table 1b. The same of {LARGE} (conf/size/large.yaml), attention in the kernels. Source: {source.long}. "
+            f"{INTERVALS}. {worse(table)}"
         )
         shown.append((caption, our_part(table)))
-        parts.append(table.rename(columns={"task": "benchmark"}).assign(model="the large probe model"))
+        parts.append(table.rename(columns={"task": "benchmark"}).assign(model=LARGE))
     tidy = pd.concat(parts)[
         ["model", "benchmark", "metric", "context", "variant", "seed", "score", "ci95", "n", "source"]
     ]

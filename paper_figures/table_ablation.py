@@ -2,7 +2,7 @@
 
     python paper_figures/table_ablation.py --results results
 
-Reads ablation/ablation.csv and accumulation.csv; writes tables/table_ablation.csv (tidy), .md and .tex.
+Reads ablation/ablation.csv and accumulation.csv, and the recorded ones of the large probe model where there are any; writes tables/table_ablation.csv (tidy), .md and .tex.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import pandas as pd
 import sources
-from sources import InputError, Results
+from sources import LARGE, InputError, Results
 from style import context_name, save_table
 
 COLUMNS = (
     "format", "label", "bytes_per_token", "products", "layer", "context", "queries", "crest", "relative_l2",
     "queries_lower", "source",
 )  # fmt: skip
-ACCUMULATION = ("rule", "layer", "keys", "relative_l2", "relative_l2_quantized", "source")
+ACCUMULATION = ("rule", "layer", "context", "keys", "relative_l2", "relative_l2_quantized", "source")
 BASE = "snapmla"
 AGAINST = {"relative_l2": "all", "relative_l2_quantized": "P and additions"}
 
@@ -85,29 +85,50 @@ def accumulation_part(table: pd.DataFrame) -> pd.DataFrame:
     return shown
 
 
-def build(results: Results) -> None:
-    errors = results.table("ablation", "ablation.csv", COLUMNS)
-    accumulation = results.table("ablation", "accumulation.csv", ACCUMULATION)
-    label = "; ".join(source.long for source in results.label("ablation", errors))
+def of_formats(errors: pd.DataFrame, model: str, label: str) -> tuple[pd.DataFrame, tuple[str, pd.DataFrame]]:
+    """The tidy table, and caption and text of what is shown."""
     table = compared(errors)
-    tidy = table.assign(context=errors["context"].max(), source=", ".join(errors["source"].unique()))
-    model = results.model("latents")
-    formats_caption = (
+    tidy = table.assign(
+        model=model, context=errors["context"].max(), source=", ".join(errors["source"].unique())
+    )
+    caption = (
         f"Formats of the cache, latents of {model} at {context_name(int(errors['context'].max()))} keys, "
         f"{errors['queries'].max():.0f} queries in each layer: relative L2 of the attention output against exact "
         f"attention. "
         f"{winners(table)} A token's largest content value is here {errors['crest'].mean():.1f} times its root mean "
         f"square; INT8 gains where that is small. Source: {label}."
     )
-    layers = ", ".join(str(layer) for layer in accumulation["layer"].unique())
-    accumulation_caption = (
-        f"Ways of adding up FP8 products, layer {layers} of the same latents, the last query: relative L2 of SnapMLA's "
-        f"output against exact attention (all), and against exact attention over the same quantized values (P and "
-        f"additions). "
-        f"Source: {'; '.join(source.long for source in results.label('ablation', accumulation))}."
+    return tidy, (caption, formats_part(table))
+
+
+def of_additions(errors: pd.DataFrame, model: str, label: str) -> tuple[str, pd.DataFrame]:
+    layers = ", ".join(str(layer) for layer in errors["layer"].unique())
+    caption = (
+        f"Ways of adding up FP8 products, layer {layers} of the latents of {model}, the last query: relative L2 of "
+        f"SnapMLA's output against exact attention (all), and against exact attention over the same quantized values (P "
+        f"and additions). Source: {label}."
     )
-    shown = [(formats_caption, formats_part(table)), (accumulation_caption, accumulation_part(accumulation))]
-    save_table(results.root, "table_ablation", tidy, shown)
+    return caption, accumulation_part(errors)
+
+
+def build(results: Results) -> None:
+    errors = results.table("ablation", "ablation.csv", COLUMNS)
+    accumulation = results.table("ablation", "accumulation.csv", ACCUMULATION)
+    label, same = (
+        "; ".join(source.long for source in results.label("ablation", x)) for x in (errors, accumulation)
+    )
+    model = results.model("latents")
+    tidy, shown = of_formats(errors, model, label)
+    tables, parts = [tidy], [shown, of_additions(accumulation, model, same)]
+    for source, table in results.recorded_tables("ablation.csv", COLUMNS)[:1]:
+        for _, rows in table.groupby("context"):
+            tidy, shown = of_formats(rows, LARGE, source.long)
+            tables.append(tidy)
+            parts.append(shown)
+    for source, table in results.recorded_tables("ablation_accumulation.csv", ACCUMULATION)[:1]:
+        longest = table[table["context"] == table["context"].max()]
+        parts.append(of_additions(longest, LARGE, source.long))
+    save_table(results.root, "table_ablation", pd.concat(tables, ignore_index=True), parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

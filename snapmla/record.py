@@ -1,11 +1,12 @@
 """Keep the measurements of a GPU in results/recorded/<gpu>/, for machines that have none like it.
 
-    python -m snapmla.record [--results results] [--recorded results/recorded]
+    python -m snapmla.record [--results results …] [--recorded results/recorded]
 
-Copies what the last run measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, and quality,
-fidelity and drift where the model ran on the GPU. Every row's source turns into "recorded". Beside each table lies the
+Copies what was measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, and quality, fidelity,
+drift and ablation where the model ran on the GPU. Every row's source turns into "recorded". Beside each table lies the
 run.json that says who measured (run.json itself is kernel_bench's), and a manifest of digests. Tables that were
-recorded before and that this run has not measured stay.
+recorded before and that these runs have not measured stay. The rows of several runs, say of several contexts, make one
+table; its run file is the first one's, with the others' in `more_runs`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from snapmla import results
 
 TABLES = {
@@ -29,20 +32,35 @@ TABLES = {
     "fidelity.csv": "fidelity/layer_error.csv",
     "fidelity_kernels.csv": "fidelity/kernels.csv",
     "drift.csv": "drift/drift.csv",
+    "ablation.csv": "ablation/ablation.csv",
+    "ablation_accumulation.csv": "ablation/accumulation.csv",
 }
 """Name in the recorded folder -> result file."""
 
 
-def record(source: Path, recorded: Path) -> Path:
-    """Write the folder of the GPU that `source` was measured on and return it; ValueError where none was."""
-    tables = {}
+def measured(source: Path, file: str) -> pd.DataFrame | None:
+    """A result file, its rows marked as recorded; None where no GPU made it."""
+    if not (source / file).is_file():
+        return None
+    table = results.read_csv(source / file, ["source", "status", "gpu"])
+    if not ((table["status"] == "ok") & table["gpu"].notna()).any():
+        return None
+    return table.assign(source="recorded")
+
+
+def record(sources: Sequence[Path], recorded: Path) -> Path:
+    """Write the folder of the GPU that `sources` were measured on and return it; ValueError where none was."""
+    tables, runs = {}, {}
     for name, file in TABLES.items():
-        if (source / file).is_file():
-            table = results.read_csv(source / file, ["source", "status", "gpu"])
-            if ((table["status"] == "ok") & table["gpu"].notna()).any():
-                tables[name] = table.assign(source="recorded")
+        found = {source: table for source in sources if (table := measured(source, file)) is not None}
+        if found:
+            tables[name] = pd.concat(found.values(), ignore_index=True)
+            first, *more = [results.read_json((source / file).with_name("run.json")) for source in found]
+            runs[run_file(name)] = first | ({"more_runs": more} if more else {})
     if not tables:
-        raise ValueError(f"{source} must hold rows measured on a Hopper GPU, got none.")
+        raise ValueError(
+            f"{', '.join(map(str, sources))} must hold rows measured on a Hopper GPU, got none."
+        )
     gpus = {gpu for table in tables.values() for gpu in table["gpu"].dropna().unique()}
     if len(gpus) != 1:
         raise ValueError(f"all tables must come from one GPU, got {', '.join(sorted(gpus))}.")
@@ -53,8 +71,8 @@ def record(source: Path, recorded: Path) -> Path:
         partial.mkdir(parents=True, exist_ok=True)
         for name, table in tables.items():
             results.write_csv(partial / name, table)
-            run = results.read_json((source / TABLES[name]).with_name("run.json"))
-            results.write_json(partial / run_file(name), run)
+        for name, run in runs.items():
+            results.write_json(partial / name, run)
         manifest = partial / "manifest.json"
         manifest.unlink(missing_ok=True)
         kept = sorted(partial.iterdir())
@@ -77,7 +95,7 @@ def folder_name(gpu: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=results.results_root(None))
+    parser.add_argument("--results", type=Path, nargs="+", default=[results.results_root(None)])
     parser.add_argument(
         "--recorded", type=Path, default=None, help="default: the repository's results/recorded"
     )

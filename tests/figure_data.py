@@ -70,10 +70,18 @@ def layer_error() -> pd.DataFrame:
             {
                 "config": config, "panel": panel, "layer": layer, "context": 32768, "queries": 7,
                 "rmse": error / 3,
-                "one_minus_cosine": error**2 / 2, "relative_l2": error, "source": "measured",
+                "one_minus_cosine": error**2 / 2, "relative_l2": error, "source": "measured", "status": "ok", "gpu": None,
             }
         )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def fidelity_kernels() -> pd.DataFrame:
+    rows = [
+        {"config": config, "layer": layer, "context": 32768, "queries": 7, "relative_l2": None, "from_emulation": None}
+        for layer, config in itertools.product(LAYERS, CONFIGS)
+    ]
+    return pd.DataFrame(rows).assign(**NOT_RUN, gpu=None)
 
 
 def accumulation() -> pd.DataFrame:
@@ -216,6 +224,7 @@ def drift() -> pd.DataFrame:
         {
             "variant": variant, "prompt": 99, "step_from": step, "step_to": step + 100,
             "kl": 1e-4 * size * (1 + step / 4000), "top1_agreement": 1 - 0.01 * size, "n": 100, "source": "measured",
+            "status": "ok", "gpu": None,
         }
         for (variant, size), step in itertools.product((("snapmla", 1), ("config_a", 3)), range(0, 800, 100))
     ]  # fmt: skip
@@ -243,7 +252,7 @@ def ablation() -> pd.DataFrame:
 def ablation_accumulation() -> pd.DataFrame:
     rows = [
         {
-            "rule": rule, "layer": 3, "keys": keys, "relative_l2": 0.02, "relative_l2_quantized": error,
+            "rule": rule, "layer": 3, "context": 4096, "keys": keys, "relative_l2": 0.02, "relative_l2_quantized": error,
             "source": "measured",
         }
         for (rule, error), keys in itertools.product((("float32", 0.001), ("single", 0.01)), (1024, 4096))
@@ -260,6 +269,7 @@ class Fake:
             ("distribution", "histogram.csv"): histogram(),
             ("distribution", "mse.csv"): mse(),
             ("fidelity", "layer_error.csv"): layer_error(),
+            ("fidelity", "kernels.csv"): fidelity_kernels(),
             ("accumulation", "accumulation.csv"): accumulation(),
             ("accumulation", "kernels.csv"): accumulation_kernels(),
             ("kernel_bench", "kernel_bench.csv"): kernel_bench(),

@@ -225,7 +225,7 @@ def test_recording_keeps_the_tables_and_their_digests(tmp_path, capsys):
 def test_recording_anew_replaces_what_was_measured_and_keeps_the_rest(tmp_path):
     """A second run that measured quality only, and drift on a CPU."""
     recorded = tmp_path / "recorded"
-    record.record(measured_results(tmp_path / "first"), recorded)
+    record.record([measured_results(tmp_path / "first")], recorded)
     second = measured_results(tmp_path / "second")
     for name, file in record.TABLES.items():
         if name == "quality.csv":
@@ -234,11 +234,26 @@ def test_recording_anew_replaces_what_was_measured_and_keeps_the_rest(tmp_path):
             pandas.read_csv(second / file).assign(time_us=3.5, gpu=None).to_csv(second / file, index=False)
         else:
             (second / file).unlink()
-    folder = record.record(second, recorded)
+    folder = record.record([second], recorded)
     times = {name: pandas.read_csv(folder / name)["time_us"].item() for name in record.TABLES}
     assert times == dict.fromkeys(record.TABLES, 1.5) | {"quality.csv": 2.5}
     digest = hashlib.sha256((folder / "quality.csv").read_bytes()).hexdigest()
     assert json.loads((folder / "manifest.json").read_text())["sha256"]["quality.csv"] == digest
+
+
+def test_rows_of_several_runs_make_one_table(tmp_path):
+    """The second of them measured fidelity only."""
+    first, second = (measured_results(tmp_path / name) for name in ("32k", "64k"))
+    for name, file in record.TABLES.items():
+        if name != "fidelity.csv":
+            (second / file).unlink()
+    (second / "fidelity" / "run.json").write_text('{"experiment": "the second"}')
+    folder = record.record([first, second], tmp_path / "recorded")
+    rows = {name: len(pandas.read_csv(folder / name)) for name in record.TABLES}
+    assert rows == dict.fromkeys(record.TABLES, 1) | {"fidelity.csv": 2}
+    run = json.loads((folder / "fidelity.json").read_text())
+    assert run["experiment"] == "fidelity" and run["more_runs"] == [{"experiment": "the second"}]
+    assert "more_runs" not in json.loads((folder / "quality.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -254,7 +269,7 @@ def test_nothing_that_was_not_measured_is_recorded(tmp_path, change, message):
         table = source / "accumulation" / "kernels.csv"
         pandas.read_csv(table).assign(gpu="NVIDIA H100").to_csv(table, index=False)
     with pytest.raises(ValueError, match=message):
-        record.record(source, tmp_path / "recorded")
+        record.record([source], tmp_path / "recorded")
     assert not (tmp_path / "recorded").exists()
 
 

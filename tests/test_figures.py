@@ -17,12 +17,13 @@ import pytest
 from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, quality, timed, timed_errors, write_run_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "paper_figures"
-FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig4b", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
 TABLES = ("table1", "table2", "table_kernels", "table_ablation")
 INPUTS = {
     "fig1": "throughput/throughput.csv",
     "fig3": "distribution/mse.csv",
     "fig4": "fidelity/layer_error.csv",
+    "fig4b": "fidelity/kernels.csv",
     "fig5": "kernel_bench/kernel_bench.csv",
     "fig6": "kernel_bench/roofline.csv",
     "fig_accumulation": "accumulation/accumulation.csv",
@@ -32,7 +33,7 @@ INPUTS = {
     "table_ablation": "ablation/ablation.csv",
 }
 PANELS = {
-    "fig1": 6, "fig2": 1, "fig3": 3, "fig4": 6, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
+    "fig1": 6, "fig2": 1, "fig3": 3, "fig4": 6, "fig4b": 1, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
     "fig_accumulation": 2, "fig_drift": 2,
 }  # fmt: skip
 
@@ -47,7 +48,10 @@ def scripts():
 
 def draw(name: str, root: Path, *options: str) -> int:
     """Draw from these results and, unless told otherwise, from nothing that the repository keeps."""
-    recorded = () if "--recorded" in options else ("--recorded", str(root))
+    nothing = root / "nothing recorded"
+    if root.is_dir():
+        nothing.mkdir(exist_ok=True)
+    recorded = () if "--recorded" in options else ("--recorded", str(nothing))
     return importlib.import_module(name).main(["--results", str(root), *recorded, *options])
 
 
@@ -75,10 +79,11 @@ def test_every_item_is_written_in_every_format(drawn: Path) -> None:
 
 def test_a_second_process_writes_the_same_bytes(drawn: Path, tmp_path: Path) -> None:
     again = Fake().write(tmp_path)
+    (again / "nothing recorded").mkdir()
     names = [*FIGURES, *TABLES, "claims"]
     code = (
         "import importlib, sys\n"
-        "options = ['--results', sys.argv[1], '--recorded', sys.argv[1]]\n"
+        "options = ['--results', sys.argv[1], '--recorded', sys.argv[1] + '/nothing recorded']\n"
         "for name in sys.argv[2:]: assert importlib.import_module(name).main(options) == 0"
     )
     subprocess.run([sys.executable, "-c", code, str(again), *names], cwd=FOLDER, check=True)
@@ -260,7 +265,7 @@ def test_missing_and_malformed_input_is_one_sentence(
         (
             lambda: table.assign(source="guessed").to_csv(path, index=False),
             None
-            if name in ("fig5", "fig6")
+            if name in ("fig4b", "fig5", "fig6")
             else r"error: Unknown source of a number: expected one of .*, got 'guessed'\.",
         ),
     ):
@@ -292,8 +297,92 @@ def test_table1_shows_a_recorded_gpus_quality(tmp_path: Path) -> None:
     assert draw("table1", root, "--recorded", str(recorded.parent)) == 0
     text = (root / "tables" / "table1.md").read_text()
     assert "Table 1b" in text and "recall: the value of a key" in text and "1999-12-31" in text and "1998" not in text
+    assert text.count("by more than the interval") == 2
     tidy = pd.read_csv(root / "tables" / "table1.csv")
     assert set(tidy["source"]) == {"paper", "measured", "recorded"}
+
+
+@pytest.mark.parametrize(
+    ("task", "score", "half", "sentence"),
+    [
+        ("recall", 0.85, 0.04, "Worse than BF16 by more than the interval: A on recall (4096)."),
+        ("recall", 0.85, 0.06, "No variant is worse than BF16 by more than the interval."),
+        ("recall", 0.95, 0.01, "No variant is worse than BF16 by more than the interval."),
+        ("bits_per_byte", 0.95, 0.01, "Worse than BF16 by more than the interval: A on bits_per_byte (4096)."),
+        ("bits_per_byte", 0.85, 0.01, "No variant is worse than BF16 by more than the interval."),
+        ("next_byte_agreement", 0.1, 0.01, "No variant is worse than BF16 by more than the interval."),
+    ],
+)
+def test_table1_says_which_variants_are_worse(task: str, score: float, half: float, sentence: str) -> None:
+    table1 = importlib.import_module("table1")
+    rows = [
+        {"task": task, "context": 4096, "variant": variant, "seed": seed, "score": mean, "ci95": ci95}
+        for seed in (0, 1)
+        for variant, mean, ci95 in (("bf16", 0.9, 0.5), ("snapmla", 0.9, None), ("config_a", score, half * 2**0.5))
+    ]  # fmt: skip
+    assert table1.worse(pd.DataFrame(rows)) == sentence
+
+
+def recorded_fidelity(folder: Path) -> Path:
+    """Two contexts measured on a GPU, A in the first one only; returns the folder of all GPUs."""
+    fake, h200 = Fake(), folder / "h200"
+    h200.mkdir(parents=True)
+    on_gpu = {"source": "recorded", "status": "ok", "gpu": "NVIDIA H200"}
+    errors = fake.tables["fidelity", "layer_error.csv"].assign(**on_gpu)
+    kernels = fake.tables["fidelity", "kernels.csv"].assign(relative_l2=0.02, from_emulation=3e-4, **on_gpu)
+    for name, table in (("fidelity", errors), ("fidelity_kernels", kernels)):
+        longer = table[table["config"] != "config_a"].assign(context=65536)
+        pd.concat([table, longer]).to_csv(h200 / f"{name}.csv", index=False)
+    write_run_json(h200, "fidelity")
+    return folder
+
+
+def test_fig4b_draws_what_a_gpu_measured_or_else_recorded(tmp_path: Path) -> None:
+    recorded = recorded_fidelity(tmp_path / "recorded")
+    root = Fake().write(tmp_path / "results")
+    svg = root / "figures" / "fig4b.svg"
+    assert draw("fig4b", root, "--recorded", str(recorded)) == 0
+    assert re.findall(r'id="source-\d+-([a-z-]+)"', svg.read_text()) == ["recorded"] * 3
+    fake = Fake()
+    for name in ("layer_error.csv", "kernels.csv"):
+        fake.tables["fidelity", name] = fake.tables["fidelity", name].assign(
+            relative_l2=0.01, from_emulation=1e-3, status="ok", gpu="NVIDIA H100"
+        )
+    assert draw("fig4b", fake.write(tmp_path / "results"), "--recorded", str(recorded)) == 0
+    assert re.findall(r'id="source-\d+-([a-z-]+)"', svg.read_text()) == ["measured"] * 2
+
+
+def test_a_recorded_decode_is_drawn_below_a_cpus(tmp_path: Path) -> None:
+    fake, h200 = Fake(), tmp_path / "recorded" / "h200"
+    h200.mkdir(parents=True)
+    table = fake.tables["drift", "drift.csv"]
+    table.assign(source="recorded", gpu="NVIDIA H200").to_csv(h200 / "drift.csv", index=False)
+    write_run_json(h200, "drift")
+    root = fake.write(tmp_path / "results")
+    for gpu, kinds in ((None, ["measured"] * 2 + ["recorded"] * 2), ("NVIDIA H100", ["measured"] * 2)):
+        fake.tables["drift", "drift.csv"] = table.assign(gpu=gpu)
+        fake.write(root)
+        assert draw("fig_drift", root, "--recorded", str(h200.parent)) == 0
+        svg = (root / "figures" / "fig_drift.svg").read_text()
+        assert re.findall(r'id="source-\d+-([a-z-]+)"', svg) == kinds
+
+
+def test_the_ablation_shows_recorded_contexts_apart(tmp_path: Path) -> None:
+    fake, h200 = Fake(), tmp_path / "recorded" / "h200"
+    h200.mkdir(parents=True)
+    for name, table in (("ablation", "ablation.csv"), ("ablation_accumulation", "accumulation.csv")):
+        rows = fake.tables["ablation", table].assign(source="recorded")
+        pd.concat([rows, rows.assign(context=131072)]).to_csv(h200 / f"{name}.csv", index=False)
+    write_run_json(h200, "ablation")
+    root = fake.write(tmp_path / "results")
+    assert draw("table_ablation", root, "--recorded", str(h200.parent)) == 0
+    text = (root / "tables" / "table_ablation.md").read_text()
+    captions = re.findall(r"^(Formats|Ways).*(probe model).*Source: (\w+)", text, re.MULTILINE)
+    assert [caption[::2] for caption in captions] == [
+        ("Formats", "measured"), ("Ways", "measured"), ("Formats", "recorded"), ("Formats", "recorded"), ("Ways", "recorded"),
+    ]  # fmt: skip
+    tidy = pd.read_csv(root / "tables" / "table_ablation.csv")
+    assert set(tidy[tidy["source"] == "recorded"]["context"]) == {32768, 131072}
 
 
 def test_missing_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ def main(cfg: AblationConfig, run: Run) -> None:
             if layer == middle:
                 for keys in lengths:
                     for rule, errors in accumulation_errors(cfg.accumulation.rules, inputs, keys):
-                        row = {"rule": rule, "layer": layer, "keys": keys}
+                        row = {"rule": rule, "layer": layer, "context": context, "keys": keys}
                         accumulated.append({**row, **errors, "source": "measured"})
                 run.progress(f"accumulation: {len(lengths)} contexts")
     run.write_table("ablation.csv", _source.measured_on(device, formats))

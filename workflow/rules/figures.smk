@@ -5,6 +5,7 @@ FIGURES = {  # and the experiments whose results each shows
     "fig2": [],
     "fig3": ["distribution"],
     "fig4": ["fidelity"],
+    "fig4b": ["fidelity"],
     "fig5": ["kernel_bench"],
     "fig6": ["kernel_bench"],
     "fig7": [],
