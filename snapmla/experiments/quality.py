@@ -9,6 +9,7 @@ Attention runs in the kernels on a Hopper GPU, in their emulation elsewhere. Wri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from omegaconf import MISSING
 
@@ -26,6 +27,7 @@ class TasksConfig:
     contexts: list[int] = MISSING
     documents: int = MISSING
     seeds: list[int] = MISSING
+    harness: bool = MISSING
 
 
 @dataclass
@@ -54,18 +56,16 @@ def main(cfg: QualityConfig, run: Run) -> None:
             report=run.progress,
         )
         rows += quality.rows(scores, context, cfg.seed)
+    if cfg.tasks.harness:
+        from snapmla.probe import harness  # wants the extra `benchmarks`
+
+        score = partial(harness.evaluate, origin, cfg.variants)
+    else:
+        score = partial(answers.evaluate, origin, cfg.variants, attend)
     for task in cfg.tasks.names:
         for context in cfg.tasks.contexts:
             for seed in cfg.tasks.seeds:
-                right = answers.evaluate(
-                    origin,
-                    cfg.variants,
-                    attend,
-                    task=task,
-                    context=context,
-                    documents=cfg.tasks.documents,
-                    seed=seed,
-                )
+                right = score(task=task, context=context, documents=cfg.tasks.documents, seed=seed)
                 rows += quality.rows({task: right}, context, seed)
             found = ", ".join(f"{name} {values.mean():.3f}" for name, values in right.items())
             run.progress(f"{task}, context {context}, last seed: {found}")

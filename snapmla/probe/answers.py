@@ -6,7 +6,7 @@ cache. An answer counts if every one of its bytes is the model's likeliest: what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,18 @@ from snapmla.integrations import transformers as hf
 from snapmla.probe import tasks
 from snapmla.probe.quality import AttendVariant
 from snapmla.probe.source import Source
+
+
+def examples(source: Source, task: str, context: int, documents: int, seed: int) -> Iterator[tasks.Example]:
+    """The documents of an evaluation; each depends on task, context, seed and its number only.
+
+    context: tokens before the answer.
+    """
+    text = source.tokens.numpy().astype(np.uint8)
+    for i in range(documents):
+        rng = np.random.default_rng([seed, i, context, *task.encode()])
+        start = rng.integers(len(text) - context)
+        yield tasks.TASKS[task].example(rng, context, text[start : start + context])
 
 
 def evaluate(
@@ -27,16 +39,10 @@ def evaluate(
     documents: int,
     seed: int,
 ) -> dict[str, np.ndarray]:
-    """Which answers are right, float64 [documents] of 0 and 1 by variant.
-
-    context: tokens before the answer. The documents depend on task, context and seed only.
-    """
-    device, text = source.model.device, source.tokens.numpy().astype(np.uint8)
+    """Which answers are right, float64 [documents] of 0 and 1 by variant, of `examples`."""
+    device = source.model.device
     right = {variant: np.zeros(documents) for variant in variants}
-    for i in range(documents):
-        rng = np.random.default_rng([seed, i, context, *task.encode()])
-        start = rng.integers(len(text) - context)
-        prompt, answer = tasks.TASKS[task].example(rng, context, text[start : start + context])
+    for i, (prompt, answer) in enumerate(examples(source, task, context, documents, seed)):
         tokens = torch.from_numpy(np.concatenate([prompt, answer])).long().to(device)
         cached = hf.latents(source.model, tokens[: context - 1])
         for variant in variants:
