@@ -1,10 +1,11 @@
 """Fig 1: end-to-end decode throughput of a node, FlashMLA BF16 against SnapMLA.
 
-    python paper_figures/fig1.py --results results
+    python paper_figures/fig1.py --results results [--recorded results/recorded]
 
-Reads throughput/throughput.csv. One panel per model and parallel layout. The batch that fits the memory is
-printed below each context, the ratio above each pair. The paper prints one ratio (up to 1.91x, at DP8/TP1)
-and no tokens/s: it is drawn as a mark at 1.91 times our BF16 bar.
+Reads throughput/throughput.csv, and a recorded one where this run measured nothing. One panel per model and parallel
+layout. Measured bars are of one rank in vLLM, times the ranks; the model's value for the node is then a grey line. The batch
+is printed below each context, SnapMLA over BF16 above each group. The paper prints one ratio (up to 1.91x, at DP8/TP1) and
+no tokens/s: it is drawn as a mark at 1.91 times our BF16 bar.
 """
 
 from __future__ import annotations
@@ -15,38 +16,53 @@ import pandas as pd
 import sources
 from matplotlib.axes import Axes
 from sources import PAPER, Results, Source
-from style import BADGE, VARIANTS, WIDTH, badge, context_name, footer, not_run, plt, save
+from style import BADGE, GREY, VARIANTS, WIDTH, badge, context_name, footer, not_run, plt, save
 
-COLUMNS = ("variant", "model", "layout", "context", "batch", "tokens_per_s", "source", "status", "reason")
-PAIR = ["bf16", "snapmla"]
-BAR = 0.4
+COLUMNS = (
+    "variant", "model", "layout", "context", "batch", "tokens_per_s", "source", "status", "reason", "gpu", "pool_gb",
+)  # fmt: skip
+NAMES = {"bf16": "FlashMLA BF16", "fp8": "FlashMLA FP8 (per tensor)", "snapmla": "SnapMLA FP8"}
+COLORS = {"fp8": VARIANTS["flashmla_fp8"][1]} | {name: VARIANTS[name][1] for name in ("bf16", "snapmla")}
+ROOM = 0.8
+"""Width of a group of bars; the next one is 1 away."""
 
 
-def draw_pairs(ax: Axes, rows: pd.DataFrame, paper_speedup: float | None) -> None:
-    """A pair of bars per context, their ratio above, and the batch of each below the context."""
+def whole_pool(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose cache has all the memory that is left, as in the paper."""
+    return rows[rows["pool_gb"].isna()]
+
+
+def measured(results: Results) -> tuple[Source, pd.DataFrame] | None:
+    """What this run measured in vLLM, else what was recorded, in the whole pool; else None."""
+    tables = results.timed_tables("throughput", "throughput.csv", COLUMNS)
+    return next(((label, kept) for label, rows in tables if len(kept := whole_pool(rows))), None)
+
+
+def draw_bars(ax: Axes, rows: pd.DataFrame, modelled: pd.DataFrame, paper_speedup: float | None) -> None:
+    """A group of bars per context, SnapMLA over BF16 above it, the batches below, the model's values as lines."""
     contexts = sorted(rows["context"].unique())
-    values = rows.pivot_table(index="context", columns="variant", values="tokens_per_s").reindex(
-        contexts, columns=PAIR
+    shown = [variant for variant in NAMES if variant in set(rows["variant"])]
+    values, batches, model = (
+        table.pivot_table(index="context", columns="variant", values=column).reindex(contexts, columns=shown)
+        for table, column in ((rows, "tokens_per_s"), (rows, "batch"), (modelled, "tokens_per_s"))
     )
-    batches = rows.pivot_table(index="context", columns="variant", values="batch").reindex(
-        contexts, columns=PAIR
-    )
-    top = values.max().max()
-    for side, variant in enumerate(PAIR):
-        places = [index + (side - 0.5) * BAR for index in range(len(contexts))]
-        ax.bar(places, values[variant], BAR * 0.94, color=VARIANTS[variant][1], alpha=0.85)
-    for index, (bf16, ours) in enumerate(zip(values["bf16"], values["snapmla"], strict=True)):
+    top, bar = max(values.max().max(), model.max().max() if len(modelled) else 0.0), ROOM / len(shown)
+    lefts = {variant: -ROOM / 2 + i * bar for i, variant in enumerate(shown)}
+    for variant, left in lefts.items():
+        places = [index + left + bar / 2 for index in range(len(contexts))]
+        ax.bar(places, values[variant], bar * 0.94, color=COLORS[variant], alpha=0.85)
+        ax.hlines(model[variant], [p - bar / 2 for p in places], [p + bar / 2 for p in places], color=GREY, lw=1.0, zorder=4)
+    for index, context in enumerate(contexts):
+        bf16, ours = (values.loc[context].get(variant, float("nan")) for variant in ("bf16", "snapmla"))
         if not (bf16 > 0 and ours > 0):
             continue
-        marks = [bf16, ours]
+        marks = [*values.loc[context].dropna(), *model.loc[context].dropna()]
         if paper_speedup:
             marks.append(bf16 * paper_speedup)
-            left = index + BAR * 0.03
-            ax.hlines(marks[-1], left - BAR * 0.12, left + BAR * 1.06, color=BADGE["paper"], lw=1.3, zorder=4)
+            left = index + lefts["snapmla"]
+            ax.hlines(marks[-1], left - bar * 0.1, left + bar * 1.06, color=BADGE["paper"], lw=1.3, zorder=4)
         ax.text(index, max(marks) + 0.02 * top, f"{ours / bf16:.2f}×", ha="center", va="bottom", fontsize=6)
-    counts = [
-        " | ".join("–" if pd.isna(count) else f"{count:.0f}" for count in pair) for pair in batches.to_numpy()
-    ]
+    counts = [" | ".join("–" if pd.isna(count) else f"{count:.0f}" for count in group) for group in batches.to_numpy()]
     ax.set_xticks(
         range(len(contexts)),
         [f"{context_name(int(context))}\n{count}" for context, count in zip(contexts, counts, strict=True)],
@@ -57,7 +73,9 @@ def draw_pairs(ax: Axes, rows: pd.DataFrame, paper_speedup: float | None) -> Non
 def build(results: Results) -> None:
     table = results.table("throughput", "throughput.csv", COLUMNS)
     paper = sources.published("method.toml")["throughput"]
+    results.label("throughput", table)  # refuses a source that there is not
     models, layouts = table["model"].unique(), table["layout"].unique()
+    found = measured(results)
     fig, axes = plt.subplots(
         len(models),
         len(layouts),
@@ -67,8 +85,11 @@ def build(results: Results) -> None:
     for row, model in enumerate(models):
         for column, layout in enumerate(layouts):
             ax, rows = axes[row, column], table[(table["model"] == model) & (table["layout"] == layout)]
-            done = sources.best_evidence(sources.ran(rows))
-            at_paper = layout == paper["layout"] and set(PAIR) <= set(done["variant"])
+            planned = sources.ran(rows[rows["source"] == "modelled"])
+            done, labels, lines = planned, results.label("throughput", planned), planned[:0]
+            if found and len(own := found[1][(found[1]["model"] == model) & (found[1]["layout"] == layout)]):
+                done, labels, lines = own, [found[0], *labels], planned
+            at_paper = layout == paper["layout"] and {"bf16", "snapmla"} <= set(done["variant"])
             ax.set_title(layout)
             ax.grid(visible=False, axis="x")
             if done.empty:
@@ -76,23 +97,30 @@ def build(results: Results) -> None:
                 ax.set(xticks=[], yticks=[])
                 badge(ax, Source("not run"))
             else:
-                draw_pairs(ax, done, paper["speedup"] if at_paper else None)
-                badge(ax, *results.label("throughput", done), *([PAPER] if at_paper else []))
+                draw_bars(ax, done, lines, paper["speedup"] if at_paper else None)
+                badge(ax, *labels, *([PAPER] if at_paper else []))
             if row == len(models) - 1:
-                ax.set_xlabel("context; batch BF16 | SnapMLA")
+                ax.set_xlabel("context; batches, in the order of the bars")
         axes[row, 0].set_ylabel(f"{model}\ntokens/s, node of 8 GPUs")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=VARIANTS[variant][1], alpha=0.85) for variant in PAIR]
-    names = [
-        "FlashMLA BF16",
-        "SnapMLA FP8",
-        f"paper: {paper['speedup']}× BF16 (its best case, {paper['layout']})",
-    ]
+    variants = [name for name in NAMES if name in {"bf16", "snapmla"} | set(found[1]["variant"] if found else ())]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[variant], alpha=0.85) for variant in variants]
+    names = [NAMES[variant] for variant in variants]
+    if found:
+        handles.append(plt.Line2D([], [], color=GREY, lw=1.0))
+        names.append("the model, where bars are measured")
+    names.append(f"paper: {paper['speedup']}× BF16 (its best case, {paper['layout']})")
     handles += [plt.Line2D([], [], color=BADGE["paper"], lw=1.3)]
     fig.legend(handles, names, loc="outside upper center", ncols=3)
+    note = ""
+    if found:
+        note = (
+            " Measured bars: one rank of the layout in vLLM (its share of heads and experts, all layers, dummy weights), times "
+            "the ranks; what the ranks send each other is left out."
+        )
     footer(
         fig,
         "Batch: sequences per data-parallel group that fit the memory. Above the bars: SnapMLA over BF16. "
-        "The paper prints no tokens/s.",
+        f"The paper prints no tokens/s.{note}",
     )
     save(fig, results.root, "fig1")
 

@@ -2,8 +2,8 @@
 
     python -m snapmla.record [--results results …] [--recorded results/recorded]
 
-Copies what was measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, and quality, fidelity,
-drift and ablation where the model ran on the GPU. Every row's source turns into "recorded". Beside each table lies the
+Copies what was measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, throughput, and quality,
+fidelity, drift and ablation where the model ran on the GPU. Every row's source turns into "recorded". Beside each table lies the
 run.json that says who measured (run.json itself is kernel_bench's), and a manifest of digests. Tables that were
 recorded before and that these runs have not measured stay. The rows of several runs, say of several contexts, make one
 table; its run file is the first one's, with the others' in `more_runs`.
@@ -28,6 +28,7 @@ TABLES = {
     "latency.csv": "kernel_bench/latency.csv",
     "ceilings.csv": "kernel_bench/ceilings.csv",
     "flat_attention.csv": "accumulation/kernels.csv",
+    "throughput.csv": "throughput/throughput.csv",
     "quality.csv": "quality/quality.csv",
     "fidelity.csv": "fidelity/layer_error.csv",
     "fidelity_kernels.csv": "fidelity/kernels.csv",
@@ -43,6 +44,7 @@ def measured(source: Path, file: str) -> pd.DataFrame | None:
     if not (source / file).is_file():
         return None
     table = results.read_csv(source / file, ["source", "status", "gpu"])
+    table = table[table["source"] == "measured"]  # throughput.csv has modelled rows as well
     if not ((table["status"] == "ok") & table["gpu"].notna()).any():
         return None
     return table.assign(source="recorded")

@@ -196,6 +196,8 @@ def throughput() -> pd.DataFrame:
             "source": "modelled",
             "status": "ok",
             "reason": None,
+            "gpu": None,
+            "pool_gb": None,
         }
         if (model, layout) == ("FAKE-B", "DP1/TP8"):
             row |= dict.fromkeys(("batch", "step_ms", "attention_ms", "tokens_per_s"))

@@ -1,25 +1,36 @@
-"""Decode throughput of a node for both cache formats (Fig 1), from the memory and roofline model.
+"""Decode throughput of a node for both cache formats (Fig 1): from the memory and roofline model, and measured in vLLM.
 
     python -m snapmla.experiments.throughput engine.gpu=H20 contexts=[65536]
+    python -m snapmla.experiments.throughput measure.python=/opt/vllm/bin/python measure.pools_gb=[null]
 
-A step of a decode batch is the attention of all layers plus everything else:
+Measured, on a Hopper GPU with vLLM: one rank of a layout (`snapmla.bench.engine`), its step, and the node's tokens/s as if
+all ranks took as long and sent each other nothing.
+
+Modelled: a step of a decode batch is the attention of all layers plus everything else:
 
     attention = attention layers · decode roofline at the share of the data sheet that kernels reach
     the rest  = max(weights read / bandwidth, 2 · active parameters · tokens / FP8 peak)
                 + attention layers · a constant
 
 The batch is the largest that the cache of each data-parallel group holds; all groups step together, since
-each layer's experts see the tokens of all of them. Every number is ``modelled``; every assumption is a key of
-conf/throughput.yaml.
+each layer's experts see the tokens of all of them. Every assumption is a key of conf/throughput.yaml.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
+from snapmla.bench import engine
+from snapmla.bench.machine import hopper_gpu
 from snapmla.experiments._app import BaseConfig, Run, application
 from snapmla.memory import DoesNotFit, MemoryBudget, cache_bytes_per_token, largest_batch
 from snapmla.models import MLAModel, ParallelLayout, get_model
@@ -27,7 +38,7 @@ from snapmla.roofline import GPU, decode_roofline, get_gpu
 
 COLUMNS = (
     "variant", "model", "layout", "context", "bytes_per_token", "memory_gb", "batch", "step_ms",
-    "attention_ms", "tokens_per_s", "source", "status", "reason",
+    "attention_ms", "tokens_per_s", "source", "status", "reason", "gpu", "pool_gb", "spread", "engine",
 )  # fmt: skip
 
 
@@ -58,6 +69,20 @@ class EngineConfig:
 
 
 @dataclass
+class MeasureConfig:
+    enabled: str = MISSING
+    python: str | None = None
+    models: list[str] = MISSING
+    layouts: list[str] = MISSING
+    variants: list[str] = MISSING
+    pools_gb: list[float | None] = MISSING
+    warmup: int = MISSING
+    steps: int = MISSING
+    repetitions: int = MISSING
+    compilation_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class ThroughputConfig(BaseConfig):
     """Keys of conf/throughput.yaml, where each has its value and the reason for it."""
 
@@ -71,6 +96,7 @@ class ThroughputConfig(BaseConfig):
     gemm_share: float = MISSING
     other_us: float = MISSING
     communication_us: float = MISSING
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
 
 
 @dataclass(frozen=True)
@@ -162,12 +188,88 @@ def speedups(rows: list[dict]) -> dict[str, float]:
     }
 
 
+def engine_run(cfg: ThroughputConfig, model: MLAModel, layout: ParallelLayout, variant: str, folder: str) -> engine.EngineRun:
+    """One engine's points; `folder` is to hold the rank's config.json."""
+    measure, (backend, dtype) = cfg.measure, engine.BACKENDS[variant]
+    try:
+        pool = cfg.engine.budget().cache_bytes(model, layout)
+        # of the smallest context, and some more: the engine says how many tokens fit
+        estimate = pool / (model.attention_layers * engine.BYTES[variant] * min(cfg.contexts))
+    except DoesNotFit as error:
+        raise ValueError(f"measure.models and measure.layouts must fit the {cfg.engine.gpu}: {error}") from None
+    return engine.EngineRun(
+        model=folder,
+        backend=backend,
+        kv_cache_dtype=dtype,
+        contexts=cfg.contexts,
+        pools_bytes=[gb and gb * 1e9 for gb in measure.pools_gb],
+        token_bytes=model.attention_layers * engine.BYTES[variant],
+        warmup=measure.warmup,
+        steps=measure.steps,
+        repetitions=measure.repetitions,
+        max_num_seqs=8 * math.ceil(1.15 * estimate / 8),
+        gpu_memory_utilization=cfg.engine.gpu_memory_utilization,
+        compilation_config=measure.compilation_config,
+    )
+
+
+def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> list[dict]:
+    """The rows that vLLM gives, one per model, layout, variant, pool and context; or one per model, layout and variant
+    that says why not."""
+    measure, gpu = cfg.measure, hopper_gpu()
+    if measure.enabled not in ("auto", "no"):
+        raise ValueError(f"measure.enabled must be auto or no, got {measure.enabled!r}.")
+    if unknown := set(measure.variants) - set(engine.BACKENDS):
+        raise ValueError(f"measure.variants must be some of {', '.join(engine.BACKENDS)}, got {min(unknown)!r}.")
+    if measure.enabled == "no":
+        return []
+    python = measure.python or sys.executable
+    reason = engine.why_not(python, gpu)
+    rows = []
+    for name, layout_name, variant in itertools.product(measure.models, measure.layouts, measure.variants):
+        model, layout = get_model(name), ParallelLayout.parse(layout_name)
+        row = dict.fromkeys(COLUMNS)
+        row |= {"variant": variant, "model": name, "layout": layout_name, "source": "measured", "gpu": gpu}
+        row["bytes_per_token"] = engine.BYTES[variant]
+        if reason:
+            rows.append(row | {"status": "not run", "reason": reason})
+            continue
+        progress(f"{name}, {layout_name}, {variant}: starting vLLM")
+        with tempfile.TemporaryDirectory() as folder:
+            engine.write_model(Path(folder), engine.rank_config(model, layout))
+            started, *points = engine.measure(engine_run(cfg, model, layout, variant, folder), python, progress)
+        whole = started["kv_tokens"] * model.attention_layers * row["bytes_per_token"]
+        for point in points:
+            pool = point["pool_bytes"]
+            found = row | {
+                "context": point["context"],
+                "pool_gb": pool and pool / 1e9,
+                "memory_gb": min(whole, pool or whole) / 1e9,
+                "engine": f"vLLM {started['vllm']}",
+                "batch": point["batch"],
+            }
+            if point["batch"]:
+                seconds = point["step_ms"] * 1e-3
+                found |= {"step_ms": point["step_ms"], "spread": point["spread"], "status": "ok"}
+                found["tokens_per_s"] = point["batch"] * layout.dp / seconds
+            else:
+                found |= {"status": "not run", "reason": f"The pool must hold a sequence of {point['context']} tokens."}
+            rows.append(found)
+    return rows
+
+
 @application("throughput", ThroughputConfig)
 def main(cfg: ThroughputConfig, run: Run) -> None:
     rows = table(cfg)
-    run.write_table("throughput.csv", rows)
+    measured = measured_rows(cfg, run.progress)
+    run.write_table("throughput.csv", rows + measured)
     fitting = sum(row["status"] == "ok" for row in rows)
-    run.progress(f"{fitting} of {len(rows)} points fit the {cfg.engine.gpu}, all modelled")
+    run.progress(f"{fitting} of {len(rows)} modelled points fit the {cfg.engine.gpu}")
+    for reason in sorted({row["reason"] for row in measured if row["reason"]}):
+        run.progress(f"not measured: {reason}")
+    if gains := speedups([row for row in measured if row["tokens_per_s"] and not row["pool_gb"]]):
+        run.log({f"measured_speedup/{point}": gain for point, gain in gains.items()})
+        run.progress(f"measured speed-up over BF16: {', '.join(f'{point} {gain:.2f}' for point, gain in gains.items())}")
     if gains := speedups(rows):
         run.log({f"modelled_speedup/{point}": gain for point, gain in gains.items()})
         best = max(gains, key=gains.__getitem__)

@@ -1,0 +1,205 @@
+"""Decode throughput of one rank in vLLM: what to run, in a process of its own, and what it answers.
+
+One GPU stands for one of a layout's: its share of the heads and of the experts, at full depth, with dummy weights and a
+cache of random tokens. Under balanced routing every rank does the same work, so the node's throughput is that of one rank
+times the data-parallel groups, without what the ranks send each other (all-to-all, all-reduce), which is not measured.
+
+The engine runs in `snapmla.bench.vllm_decode`, by a Python that has vLLM; nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from snapmla.layout import BF16_BYTES_PER_TOKEN, BYTES_PER_TOKEN, PAGE_SIZE, QK_HEAD_DIM
+from snapmla.models import MLAModel, ParallelLayout
+
+BACKENDS = {"bf16": ("FLASHMLA", "auto"), "fp8": ("FLASHMLA", "fp8"), "snapmla": ("CUSTOM", "auto")}
+"""vLLM's attention backend and kv_cache_dtype of each variant; `fp8` is FlashMLA's, one scale a tensor, RoPE part in FP8."""
+
+BYTES = {"bf16": BF16_BYTES_PER_TOKEN, "fp8": QK_HEAD_DIM, "snapmla": BYTES_PER_TOKEN}
+"""Bytes of a cached token in one layer."""
+
+WAIT_S = 1800
+"""For one process."""
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """What `vllm_decode` reads: one engine and the points that it measures.
+
+    Attributes:
+        model: folder with a config.json.
+        backend, kv_cache_dtype: vLLM's.
+        contexts: cached tokens of each sequence.
+        pools_bytes: cache pools, of which the batches follow; None: all that the engine has.
+        token_bytes: of a cached token in all layers.
+        warmup, steps: tokens of each sequence before the window that is timed, and in it.
+        repetitions: of each point.
+        max_num_seqs: upper bound of the batches.
+    """
+
+    model: str
+    backend: str
+    kv_cache_dtype: str
+    contexts: list[int]
+    pools_bytes: list[float | None]
+    token_bytes: int
+    warmup: int
+    steps: int
+    repetitions: int
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    compilation_config: dict
+
+
+def batch_of(tokens: int, context: int, generated: int) -> int:
+    """Sequences of `context` tokens that grow by `generated` and that a pool of so many tokens holds, in whole pages."""
+    return tokens // (math.ceil((context + generated) / PAGE_SIZE) * PAGE_SIZE)
+
+
+def rank_config(model: MLAModel, layout: ParallelLayout) -> dict:
+    """config.json of one GPU's share of a DeepSeek-V3 model in a layout, for vLLM.
+
+    Heads, dense MLPs and vocabulary are divided by tp, experts by all GPUs; each token picks so many of the rank's experts
+    as the node's tokens do under balanced routing. The shared expert is whole, though tp would divide it.
+
+    Raises ValueError for a model of another architecture, or a layout that does not divide it.
+    """
+    if model.attention_per_layer != 1 or not model.shared_experts or model.q_lora_rank is None:
+        raise ValueError(f"model must be of DeepSeek-V3's architecture, got {model.name}.")
+    experts, left = divmod(model.routed_experts, layout.gpus)
+    picks, odd = divmod(model.experts_per_token * layout.dp, layout.gpus)
+    if left or odd:
+        raise ValueError(f"layout must divide the experts of {model.name} and their picks, got {layout}.")
+    heads = model.heads_per_gpu(layout)
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "torch_dtype": "bfloat16",
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": model.qk_nope_head_dim,
+        "qk_rope_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "vocab_size": model.vocab_size // layout.tp,
+        "intermediate_size": model.dense_intermediate_size // layout.tp,
+        "moe_intermediate_size": model.moe_intermediate_size,
+        "n_routed_experts": experts,
+        "n_shared_experts": model.shared_experts,
+        "num_experts_per_tok": picks,
+        "first_k_dense_replace": model.first_dense_layers,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": model.yarn_factor,
+            "mscale": model.yarn_mscale_all_dim,
+            "mscale_all_dim": model.yarn_mscale_all_dim,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        "max_position_embeddings": 163840,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+    }
+
+
+def environment() -> dict[str, str]:
+    """The process's environment: the engine in one process, nothing fetched, nothing reported."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # DeepGEMM's warm-up takes longer than the measurement.
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    return settings | os.environ
+
+
+def measure(run: EngineRun, python: str, report: Callable[[str], None]) -> list[dict]:
+    """What the process answers, as dictionaries: the engine first (kv_tokens, vllm), then its points (context,
+    pool_bytes, batch, and step_ms and spread unless the batch is 0).
+
+    Raises RuntimeError with the process's last line where it fails.
+    """
+    command = [python, "-m", "snapmla.bench.vllm_decode"]
+    package = str(Path(__file__).resolve().parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        command,
+        input=json.dumps(asdict(run)),
+        env=environment() | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    answers = [json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+        raise RuntimeError(f"vLLM ended with {done.returncode}: {last}")
+    for answer in answers:
+        report(", ".join(f"{name} {value}" for name, value in answer.items()))
+    return answers
+
+
+MARK = "snapmla-bench: "
+"""Before each answer, among what vLLM prints."""
+
+
+def why_not(python: str, gpu: str | None) -> str | None:
+    """Why nothing can be measured, in one sentence; or None."""
+    if gpu is None:
+        return "This machine has no Hopper GPU (compute capability 9.0)."
+    asked = "import vllm, snapmla.integrations.vllm as p; p.check_version(vllm.__version__)"
+    package = str(Path(__file__).resolve().parents[2])
+    env = environment() | {"PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([python, "-c", asked], env=env, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    return f"vLLM cannot be used: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}"
+
+
+def write_model(folder: Path, config: Mapping[str, object]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return folder
+
+
+def points_of(contexts: Sequence[int], pools: Sequence[float | None], kv_tokens: int, token_bytes: int, generated: int) -> list[dict]:
+    """Context, pool and batch of every point. A pool larger than the engine's is the engine's."""
+    points = []
+    for pool in pools:
+        tokens = kv_tokens if pool is None else min(kv_tokens, int(pool // (token_bytes * PAGE_SIZE)) * PAGE_SIZE)
+        for context in contexts:
+            points.append({"context": context, "pool_bytes": pool, "batch": batch_of(tokens, context, generated)})
+    return points

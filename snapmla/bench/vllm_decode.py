@@ -1,0 +1,99 @@
+"""Times decode steps in vLLM's offline engine; a program of its own, for a Python that has vLLM.
+
+    python -m snapmla.bench.vllm_decode < run.json       # an `engine.EngineRun`
+
+Prefill is skipped: `RandomDecodeBench` hands each request a cached prompt. A window begins when every sequence has made its
+warm-up tokens and ends when every one has made `steps` more; scheduling, sampling and the host's work are in it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+
+from snapmla.bench.engine import MARK, EngineRun, points_of
+
+SPARE_TOKENS = 4
+"""Tokens of each sequence after the window, so that none ends in it."""
+
+
+def answer(**values: object) -> None:
+    print(f"{MARK}{json.dumps(values)}", flush=True)
+
+
+def start(run: EngineRun):
+    """The engine."""
+    from vllm import LLM
+
+    generated = run.warmup + run.steps + SPARE_TOKENS
+    return LLM(
+        model=run.model,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        attention_backend=run.backend,
+        kv_cache_dtype=run.kv_cache_dtype,
+        max_model_len=max(run.contexts) + generated + 1,
+        max_num_seqs=run.max_num_seqs,
+        max_num_batched_tokens=max(2048, run.max_num_seqs),
+        gpu_memory_utilization=run.gpu_memory_utilization,
+        enable_prefix_caching=False,
+        kv_transfer_config={
+            "kv_connector": "RandomDecodeBench",
+            "kv_connector_module_path": "snapmla.integrations.vllm.decode_bench",
+            "kv_role": "kv_both",
+        },
+        compilation_config=run.compilation_config,
+    )
+
+
+def window(engine, name: str, context: int, batch: int, warmup: int, steps: int) -> float:
+    """Seconds a step of `batch` sequences."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(
+        max_tokens=warmup + steps + SPARE_TOKENS, ignore_eos=True, temperature=0.0, detokenize=False
+    )
+    for i in range(batch):
+        prompt = [(7 * i + j) % 9000 + 3 for j in range(context)]
+        engine.add_request(f"{name}-{i}", TokensPrompt(prompt_token_ids=prompt), params)
+    made: dict[str, int] = {}
+    began = ended = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            made[output.request_id] = len(output.outputs[0].token_ids)
+        now, least = time.perf_counter(), min(made.values()) if len(made) == batch else 0
+        if began is None and least >= warmup:
+            began = now, sum(made.values())
+        if ended is None and least >= warmup + steps:
+            ended = now, sum(made.values())
+    seconds, tokens = ended[0] - began[0], ended[1] - began[1]
+    return seconds * batch / tokens
+
+
+def main() -> None:
+    run = EngineRun(**json.load(sys.stdin))
+    begin = time.perf_counter()
+    llm = start(run)
+    cache = llm.llm_engine.vllm_config.cache_config
+    kv_tokens = cache.num_gpu_blocks * cache.block_size
+    from vllm import __version__
+
+    answer(kv_tokens=kv_tokens, vllm=__version__, start_s=round(time.perf_counter() - begin, 1))
+    generated, found = run.warmup + run.steps + SPARE_TOKENS, {}
+    for point in points_of(run.contexts, run.pools_bytes, kv_tokens, run.token_bytes, generated):
+        key = context, batch = point["context"], min(point["batch"], run.max_num_seqs)
+        if batch and key not in found:  # pools may hold as many
+            found[key] = [
+                window(llm.llm_engine, f"{context}-{batch}-{i}", context, batch, run.warmup, run.steps)
+                for i in range(run.repetitions)
+            ]
+        times = found.get(key, [])
+        measured = {"step_ms": statistics.median(times) * 1e3, "spread": max(times) / min(times) - 1} if times else {}
+        answer(**point | {"batch": batch} | measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Throughput measured in vLLM: what the process is told, what it times, what becomes of its answers. The engine and its
+Python are played by stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from test_perf_experiments import compose
+
+from snapmla.bench import engine, vllm_decode
+from snapmla.experiments import throughput
+from snapmla.models import DEEPSEEK_V2_LITE, DEEPSEEK_V3_1, LONGCAT_FLASH_THINKING, ParallelLayout
+
+GPU = "NVIDIA H200"
+
+
+def test_batches_take_whole_pages():
+    assert engine.batch_of(760_000, 131072, 76) == 5 and engine.batch_of(425_342, 131072, 76) == 3
+    assert engine.batch_of(640, 256, 64) == 2 and engine.batch_of(639, 256, 64) == 1
+    assert engine.batch_of(640, 256, 65) == 1 and engine.batch_of(383, 256, 65) == 0
+
+
+def test_pools_are_no_larger_than_the_engines():
+    points = engine.points_of([64, 1000], [None, 1e6, 1e9], kv_tokens=6400, token_bytes=500, generated=64)
+    assert [(p["pool_bytes"], p["context"], p["batch"]) for p in points] == [
+        (None, 64, 50), (None, 1000, 5), (1e6, 64, 15), (1e6, 1000, 1), (1e9, 64, 50), (1e9, 1000, 5),
+    ]  # fmt: skip
+
+
+class TestRank:
+    @pytest.mark.parametrize(
+        ("layout", "heads", "picks", "dense"), [("DP8/TP1", 128, 8, 18432), ("DP4/TP2", 64, 4, 9216), ("DP1/TP8", 16, 1, 2304)]
+    )
+    def test_a_rank_has_its_share(self, layout: str, heads: int, picks: int, dense: int):
+        """Each of eight GPUs computes 8 dp picks of the node's tokens over 32 of 256 experts."""
+        config = engine.rank_config(DEEPSEEK_V3_1, ParallelLayout.parse(layout))
+        assert (config["num_attention_heads"], config["num_experts_per_tok"]) == (heads, picks)
+        assert (config["n_routed_experts"], config["intermediate_size"]) == (32, dense)
+        assert config["num_hidden_layers"] == 61 and config["kv_lora_rank"] == 512
+
+    @pytest.mark.parametrize(
+        ("model", "layout", "message"),
+        [
+            (LONGCAT_FLASH_THINKING, "DP8/TP1", "architecture, got LongCat-Flash-Thinking"),
+            (DEEPSEEK_V2_LITE, "DP8/TP1", "architecture, got DeepSeek-V2-Lite"),
+            (DEEPSEEK_V3_1, "DP3/TP1", "must divide the experts of DeepSeek-V3.1 and their picks, got DP3/TP1"),
+            (DEEPSEEK_V3_1, "DP1/TP16", "must divide the experts"),
+        ],
+    )
+    def test_others_are_refused(self, model, layout: str, message: str):
+        with pytest.raises(ValueError, match=message):
+            engine.rank_config(model, ParallelLayout.parse(layout))
+
+    def test_weights_are_the_memory_models(self):
+        """Transformers' own count of the rank's parameters, in the bytes that snapmla.models says."""
+        import torch
+        from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+        layout = ParallelLayout(8, 1)
+        config = engine.rank_config(DEEPSEEK_V3_1, layout)
+        del config["quantization_config"], config["architectures"], config["model_type"]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(DeepseekV3Config(**config))
+        modelled = (
+            DEEPSEEK_V3_1.shared_parameters + DEEPSEEK_V3_1._embedding + DEEPSEEK_V3_1.routed_expert_parameters / layout.gpus
+        )
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(modelled, rel=2e-3)
+
+
+def run_of(**changes: object) -> engine.EngineRun:
+    values = {
+        "model": "folder", "backend": "CUSTOM", "kv_cache_dtype": "auto", "contexts": [128], "pools_bytes": [None],
+        "token_bytes": 1000, "warmup": 2, "steps": 4, "repetitions": 2, "max_num_seqs": 8,
+        "gpu_memory_utilization": 0.9, "compilation_config": {"mode": 0},
+    }  # fmt: skip
+    return engine.EngineRun(**values | changes)
+
+
+def program(folder: Path, text: str) -> str:
+    """A stand-in for a Python, which is started like one."""
+    path = folder / "python"
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+class TestProcess:
+    def test_answers_are_told_from_what_vllm_prints(self, tmp_path: Path):
+        python = program(
+            tmp_path,
+            "import json, os, sys\n"
+            "run = json.load(sys.stdin)\n"
+            "assert sys.argv[1:] == ['-m', 'snapmla.bench.vllm_decode'] and os.environ['HF_HUB_OFFLINE'] == '1'\n"
+            "print('INFO {\"kv_tokens\": 0}')\n"
+            f"print({engine.MARK!r} + json.dumps({{'kv_tokens': run['steps']}}))\n"
+            f"print({engine.MARK!r} + json.dumps({{'context': run['contexts'][0]}}))\n",
+        )
+        said: list[str] = []
+        answers = engine.measure(run_of(), python, said.append)
+        assert answers == [{"kv_tokens": 4}, {"context": 128}] and said == ["kv_tokens 4", "context 128"]
+
+    def test_a_failure_is_its_last_line(self, tmp_path: Path):
+        python = program(tmp_path, "import sys\nprint('a\\nout of memory', file=sys.stderr)\nsys.exit(3)\n")
+        with pytest.raises(RuntimeError, match="vLLM ended with 3: out of memory"):
+            engine.measure(run_of(), python, print)
+
+    def test_reasons(self, tmp_path: Path):
+        python = program(tmp_path, "import sys\nsys.exit('ModuleNotFoundError: no vllm')\n")
+        assert engine.why_not(python, GPU) == "vLLM cannot be used: ModuleNotFoundError: no vllm"
+        assert "no Hopper GPU" in engine.why_not(python, None)
+        assert engine.why_not(program(tmp_path, ""), GPU) is None
+
+
+class FakeEngine:
+    """Every step gives each sequence a token and takes 2 ms of a fake clock, the first one 100."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.tokens, self.limit = 0.0, {}, 0
+        monkeypatch.setattr(vllm_decode.time, "perf_counter", lambda: self.now)
+
+    def add_request(self, request_id: str, prompt: list[int], params: types.SimpleNamespace) -> None:
+        assert len(prompt) == 128
+        self.tokens[request_id], self.limit = 0, params.max_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        return any(n < self.limit for n in self.tokens.values())
+
+    def step(self) -> list[types.SimpleNamespace]:
+        self.now += 2e-3 if any(self.tokens.values()) else 0.1
+        self.tokens = {name: n + 1 for name, n in self.tokens.items()}
+        return [
+            types.SimpleNamespace(request_id=name, outputs=[types.SimpleNamespace(token_ids=[0] * n)])
+            for name, n in self.tokens.items()
+        ]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The few names of vLLM that the timing uses."""
+    module, inputs = types.ModuleType("vllm"), types.ModuleType("vllm.inputs")
+    module.__version__ = "0.25.1"
+    module.SamplingParams = lambda **settings: types.SimpleNamespace(**settings)
+    inputs.TokensPrompt = lambda prompt_token_ids: prompt_token_ids
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm.inputs", inputs)
+    return module
+
+
+def test_a_window_leaves_out_the_start(vllm, monkeypatch: pytest.MonkeyPatch):
+    fake = FakeEngine(monkeypatch)
+    seconds = vllm_decode.window(fake, "a", context=128, batch=3, warmup=2, steps=5)
+    assert seconds == pytest.approx(2e-3) and not fake.has_unfinished_requests()
+
+
+def test_the_program_measures_each_batch_once(vllm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    fake = FakeEngine(monkeypatch)
+    config = types.SimpleNamespace(cache_config=types.SimpleNamespace(num_gpu_blocks=10, block_size=64))
+    fake.vllm_config, given = config, {}
+    monkeypatch.setattr(vllm_decode, "start", lambda run: types.SimpleNamespace(llm_engine=fake))
+    run = run_of(pools_bytes=[None, 1e9, 1.0], max_num_seqs=2)
+    stdin = types.SimpleNamespace(read=lambda: json.dumps(run.__dict__))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    windows = []
+    monkeypatch.setattr(vllm_decode, "window", lambda *arguments: windows.append(arguments[1:4]) or 0.003 * len(windows))
+    vllm_decode.main()
+    started, *points = [json.loads(line[len(engine.MARK) :]) for line in capsys.readouterr().out.splitlines()]
+    assert started["kv_tokens"] == 640 and started["vllm"] == "0.25.1" and not given
+    assert windows == [("128-2-0", 128, 2), ("128-2-1", 128, 2)]  # 3 would fit, 2 may run
+    assert [p["batch"] for p in points] == [2, 2, 0] and "step_ms" not in points[2]
+    assert points[0]["step_ms"] == pytest.approx(4.5) and points[0]["spread"] == pytest.approx(1.0)
+
+
+def answers(run: engine.EngineRun, python: str, report) -> list[dict]:
+    """Of a pool of 300,000 tokens: 30 ms a step and 1 ms for each sequence."""
+    points = engine.points_of(run.contexts, run.pools_bytes, 300_000, run.token_bytes, 76)
+    timed = [p | ({"step_ms": 30.0 + p["batch"], "spread": 0.01} if p["batch"] else {}) for p in points]
+    return [{"kv_tokens": 300_000, "vllm": "0.25.1", "start_s": 9.0}, *timed]
+
+
+class TestRows:
+    @pytest.fixture(autouse=True)
+    def _machine(self, monkeypatch: pytest.MonkeyPatch):
+        self.runs: list[engine.EngineRun] = []
+        monkeypatch.setattr(throughput, "hopper_gpu", lambda: GPU)
+        monkeypatch.setattr(engine, "why_not", lambda python, gpu: None)
+        monkeypatch.setattr(engine, "measure", lambda run, *rest: self.runs.append(run) or answers(run, *rest))
+
+    def test_one_row_for_each_point(self):
+        cfg = compose("throughput", "contexts=[16384,131072]", "measure.pools_gb=[null,1]")
+        rows = throughput.measured_rows(cfg, lambda message: None)
+        assert len(rows) == 3 * 2 * 2 and all(tuple(row) == throughput.COLUMNS for row in rows)
+        by = {(row["variant"], row["pool_gb"], row["context"]): row for row in rows}
+        whole = by["snapmla", None, 16384]
+        assert whole["batch"] == 18 and whole["step_ms"] == 48.0
+        assert whole["tokens_per_s"] == pytest.approx(18 * 8 / 0.048) and whole["bytes_per_token"] == 644
+        assert whole["memory_gb"] == pytest.approx(300_000 * 61 * 644 / 1e9) and whole["engine"] == "vLLM 0.25.1"
+        assert by["bf16", 1.0, 16384]["memory_gb"] == 1.0
+        small = by["bf16", 1.0, 131072]
+        assert small["status"] == "not run" and small["reason"] == "The pool must hold a sequence of 131072 tokens."
+        assert {row["source"] for row in rows} == {"measured"} and {row["gpu"] for row in rows} == {GPU}
+        assert [(run.backend, run.kv_cache_dtype, run.token_bytes) for run in self.runs] == [
+            ("FLASHMLA", "auto", 61 * 1152), ("FLASHMLA", "fp8", 61 * 576), ("CUSTOM", "auto", 61 * 644),
+        ]  # fmt: skip
+
+    def test_bounds_leave_room_for_the_batch(self):
+        """The pools of the recorded runs held 25, 51 and 46 sequences of 16k."""
+        throughput.measured_rows(compose("throughput"), lambda message: None)
+        for run, recorded in zip(self.runs, (25, 51, 46), strict=True):
+            assert recorded <= run.max_num_seqs <= 1.4 * recorded and run.max_num_seqs % 8 == 0
+
+    def test_a_machine_without_vllm_says_so(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(engine, "why_not", lambda python, gpu: "FAKE reason.")
+        rows = throughput.measured_rows(compose("throughput"), lambda message: None)
+        assert [(row["variant"], row["status"], row["reason"]) for row in rows] == [
+            (variant, "not run", "FAKE reason.") for variant in ("bf16", "fp8", "snapmla")
+        ]
+        assert throughput.measured_rows(compose("throughput", "measure.enabled=no"), lambda message: None) == []
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("measure.enabled=yes", "measure.enabled must be auto or no"),
+            ("measure.variants=[bf16,int8]", "measure.variants must be some of bf16, fp8, snapmla, got 'int8'"),
+            ("measure.layouts=[DP1/TP1]", "measure.models and measure.layouts must fit the H200"),
+        ],
+    )
+    def test_bad_values_are_named(self, override: str, message: str):
+        with pytest.raises(ValueError, match=message):
+            throughput.measured_rows(compose("throughput", override), lambda message: None)
