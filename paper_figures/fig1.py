@@ -62,10 +62,12 @@ def draw_bars(ax: Axes, rows: pd.DataFrame, modelled: pd.DataFrame, paper_speedu
             left = index + lefts["snapmla"]
             ax.hlines(marks[-1], left - bar * 0.1, left + bar * 1.06, color=BADGE["paper"], lw=1.3, zorder=4)
         ax.text(index, max(marks) + 0.02 * top, f"{ours / bf16:.2f}×", ha="center", va="bottom", fontsize=6)
-    counts = [" | ".join("–" if pd.isna(count) else f"{count:.0f}" for count in group) for group in batches.to_numpy()]
+    between = " | " if len(shown) < 3 else "|"
+    counts = [between.join("–" if pd.isna(count) else f"{count:.0f}" for count in group) for group in batches.to_numpy()]
     ax.set_xticks(
         range(len(contexts)),
         [f"{context_name(int(context))}\n{count}" for context, count in zip(contexts, counts, strict=True)],
+        fontsize=6 if len(shown) > 2 else None,
     )
     ax.set_ylim(0, top * 1.2)
 
@@ -100,7 +102,7 @@ def build(results: Results) -> None:
                 draw_bars(ax, done, lines, paper["speedup"] if at_paper else None)
                 badge(ax, *labels, *([PAPER] if at_paper else []))
             if row == len(models) - 1:
-                ax.set_xlabel("context; batches, in the order of the bars")
+                ax.set_xlabel("context; batch of each bar")
         axes[row, 0].set_ylabel(f"{model}\ntokens/s, node of 8 GPUs")
     variants = [name for name in NAMES if name in {"bf16", "snapmla"} | set(found[1]["variant"] if found else ())]
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[variant], alpha=0.85) for variant in variants]

@@ -105,6 +105,33 @@ class TestProcess:
         answers = engine.measure(run_of(), python, said.append)
         assert answers == [{"kv_tokens": 4}, {"context": 128}] and said == ["kv_tokens 4", "context 128"]
 
+    def test_groups_step_together(self, tmp_path: Path):
+        """Three processes, each told its rank; the slowest step and the smallest batch count."""
+        python = program(
+            tmp_path,
+            "import json, os, sys\n"
+            "run, rank = json.load(sys.stdin), int(os.environ['VLLM_DP_RANK'])\n"
+            "assert run['data_parallel_size'] == int(os.environ['VLLM_DP_SIZE']) == 3\n"
+            "assert int(os.environ['VLLM_DP_MASTER_PORT']) and 'VLLM_ENABLE_V1_MULTIPROCESSING' not in os.environ\n"
+            f"print({engine.MARK!r} + json.dumps({{'kv_tokens': 9 - rank, 'vllm': 'x'}}))\n"
+            f"print({engine.MARK!r} + json.dumps({{'context': 5, 'batch': 4 + rank, 'step_ms': 1.0 + rank, 'spread': 0.1}}))\n"
+            f"print({engine.MARK!r} + json.dumps({{'context': 6, 'batch': 0}}))\n",
+        )
+        answers = engine.measure(run_of(data_parallel_size=3), python, lambda message: None)
+        assert answers == [
+            {"kv_tokens": 7, "vllm": "x"}, {"context": 5, "batch": 4, "step_ms": 3.0, "spread": 0.1}, {"context": 6, "batch": 0},
+        ]  # fmt: skip
+
+    def test_one_groups_failure_ends_the_others(self, tmp_path: Path):
+        python = program(
+            tmp_path,
+            "import os, sys, time\n"
+            "time.sleep(0 if os.environ['VLLM_DP_RANK'] == '1' else 600)\n"
+            "sys.exit('no memory on rank 1')\n",
+        )
+        with pytest.raises(RuntimeError, match="vLLM ended with 1: no memory on rank 1"):
+            engine.measure(run_of(data_parallel_size=2), python, print)
+
     def test_a_failure_is_its_last_line(self, tmp_path: Path):
         python = program(tmp_path, "import sys\nprint('a\\nout of memory', file=sys.stderr)\nsys.exit(3)\n")
         with pytest.raises(RuntimeError, match="vLLM ended with 3: out of memory"):
@@ -214,6 +241,28 @@ class TestRows:
         for run, recorded in zip(self.runs, (25, 51, 46), strict=True):
             assert recorded <= run.max_num_seqs <= 1.4 * recorded and run.max_num_seqs % 8 == 0
 
+    @pytest.mark.parametrize(("gpus", "scope", "expected"), [(8, "auto", "node"), (7, "auto", "rank"), (8, "rank", "rank")])
+    def test_a_node_is_measured_where_there_is_one(self, monkeypatch: pytest.MonkeyPatch, gpus: int, scope: str, expected: str):
+        configs: list[dict] = []
+        monkeypatch.setattr(throughput.torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(engine, "write_model", lambda folder, config: configs.append(config))
+        cfg = compose("throughput", "measure.layouts=[DP4/TP2]", f"measure.scope={scope}", "measure.variants=[snapmla]")
+        rows = throughput.measured_rows(cfg, lambda message: None)
+        assert {row["scope"] for row in rows} == {expected}
+        (run,), (config,) = self.runs, configs
+        sizes = run.tensor_parallel_size, run.data_parallel_size, config["num_attention_heads"], config["n_routed_experts"]
+        assert sizes == ((2, 4, 128, 256) if expected == "node" else (1, 1, 64, 32))
+        assert rows[0]["tokens_per_s"] == pytest.approx(rows[0]["batch"] * 4 / rows[0]["step_ms"] * 1e3)
+
+    def test_a_dry_run_says_what_would_run(self):
+        said: list[str] = []
+        cfg = compose("throughput", "measure.enabled=dry", "measure.scope=node", "measure.layouts=[DP1/TP8,DP4/TP2,DP8/TP1]")
+        assert throughput.measured_rows(cfg, said.append) == [] and not self.runs and len(said) == 9
+        plans = [json.loads(line[line.index("{") :]) for line in said]
+        assert [len(plan["environments"]) for plan in plans] == [1, 1, 1, 4, 4, 4, 8, 8, 8]
+        assert [env["VLLM_DP_RANK"] for env in plans[-1]["environments"]] == list("01234567")
+        assert plans[0]["reads"]["tensor_parallel_size"] == 8 and plans[0]["config.json"]["n_routed_experts"] == 256
+
     def test_a_machine_without_vllm_says_so(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: "FAKE reason.")
         rows = throughput.measured_rows(compose("throughput"), lambda message: None)
@@ -225,8 +274,9 @@ class TestRows:
     @pytest.mark.parametrize(
         ("override", "message"),
         [
-            ("measure.enabled=yes", "measure.enabled must be auto or no"),
-            ("measure.variants=[bf16,int8]", "measure.variants must be some of bf16, fp8, snapmla, got 'int8'"),
+            ("measure.enabled=yes", "measure.enabled must be among auto, dry, no, got 'yes'"),
+            ("measure.scope=gpu", "measure.scope must be among auto, node, rank, got 'gpu'"),
+            ("measure.variants=[bf16,int8]", "measure.variants must be among bf16, fp8, snapmla, got 'int8'"),
             ("measure.layouts=[DP1/TP1]", "measure.models and measure.layouts must fit the H200"),
         ],
     )

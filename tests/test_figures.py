@@ -17,10 +17,11 @@ import pytest
 from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, quality, timed, timed_errors, write_run_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "paper_figures"
-FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig4b", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
+FIGURES = ("fig1", "fig1b", "fig2", "fig3", "fig4", "fig4b", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
 TABLES = ("table1", "table2", "table_kernels", "table_ablation")
 INPUTS = {
     "fig1": "throughput/throughput.csv",
+    "fig1b": "throughput/throughput.csv",
     "fig3": "distribution/mse.csv",
     "fig4": "fidelity/layer_error.csv",
     "fig4b": "fidelity/kernels.csv",
@@ -33,7 +34,7 @@ INPUTS = {
     "table_ablation": "ablation/ablation.csv",
 }
 PANELS = {
-    "fig1": 6, "fig2": 1, "fig3": 3, "fig4": 6, "fig4b": 1, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
+    "fig1": 6, "fig1b": 2, "fig2": 1, "fig3": 3, "fig4": 6, "fig4b": 1, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
     "fig_accumulation": 2, "fig_drift": 2,
 }  # fmt: skip
 
@@ -265,7 +266,7 @@ def test_missing_and_malformed_input_is_one_sentence(
         (
             lambda: table.assign(source="guessed").to_csv(path, index=False),
             None
-            if name in ("fig4b", "fig5", "fig6")
+            if name in ("fig1b", "fig4b", "fig5", "fig6")
             else r"error: Unknown source of a number: expected one of .*, got 'guessed'\.",
         ),
     ):
@@ -350,6 +351,27 @@ def test_fig4b_draws_what_a_gpu_measured_or_else_recorded(tmp_path: Path) -> Non
         )
     assert draw("fig4b", fake.write(tmp_path / "results"), "--recorded", str(recorded)) == 0
     assert re.findall(r'id="source-\d+-([a-z-]+)"', svg.read_text()) == ["measured"] * 2
+
+
+def test_the_gain_is_batch_times_step(tmp_path: Path) -> None:
+    fig1b = importlib.import_module("fig1b")
+    rows = [
+        {"variant": variant, "context": context, "batch": batch, "step_ms": step, "pool_gb": pool}
+        for variant, context, batch, step, pool in (
+            ("bf16", 1024, 10, 30.0, None), ("snapmla", 1024, 18, 36.0, None), ("snapmla", 1024, 3, 1.0, 20.0),
+            ("bf16", 2048, 5, 30.0, None), ("snapmla", 4096, 5, 30.0, None),
+        )
+    ]  # fmt: skip
+    found = fig1b.factors(pd.DataFrame(rows))
+    assert found.to_dict("index") == {1024: {"batch": 1.8, "step": pytest.approx(30 / 36)}}
+    fake = Fake()
+    engine_measured(fake)
+    whole = fake.tables[THROUGHPUT].query("source == 'measured'")
+    fake.tables[THROUGHPUT] = pd.concat([fake.tables[THROUGHPUT], whole.assign(pool_gb=20.0, tokens_per_s=whole["tokens_per_s"] / 2)])
+    root = fake.write(tmp_path)
+    assert draw("fig1b", root) == 0
+    svg = (root / "figures" / "fig1b.svg").read_text()
+    assert re.findall(r'id="source-\d+-([a-z-]+)"', svg) == ["measured"] * 2
 
 
 def test_measured_bars_stand_beside_the_model(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
 }
 ON_REQUEST = {"benchmarks": ([], ["benchmarks.csv"])}  # what `snakemake all` leaves out
 MEASURING = ("kernel_bench", "throughput")
-FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig4b", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
+FIGURES = ("fig1", "fig1b", "fig2", "fig3", "fig4", "fig4b", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
 TABLES = ("table1", "table2", "table_kernels", "table_ablation")
 
 EXPERIMENT = '''"""A stand-in for the experiment {name}."""

@@ -1,8 +1,11 @@
-"""Decode throughput of one rank in vLLM: what to run, in a process of its own, and what it answers.
+"""Decode throughput in vLLM: what to run, in processes of its own, and what they answer.
 
-One GPU stands for one of a layout's: its share of the heads and of the experts, at full depth, with dummy weights and a
-cache of random tokens. Under balanced routing every rank does the same work, so the node's throughput is that of one rank
-times the data-parallel groups, without what the ranks send each other (all-to-all, all-reduce), which is not measured.
+Dummy weights, a cache of random tokens, and either of two scopes:
+
+    node  all GPUs of a layout, by vLLM's own tensor, data and expert parallelism, one process for each data-parallel group
+    rank  one GPU for one of a layout's: its share of the heads and of the experts, at full depth. Under balanced routing
+          every rank does the same work, so the node's throughput is the rank's times the data-parallel groups, without what
+          ranks send each other (all-to-all, all-reduce), which is not measured
 
 The engine runs in `snapmla.bench.vllm_decode`, by a Python that has vLLM; nothing here imports it.
 """
@@ -12,8 +15,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +30,9 @@ BACKENDS = {"bf16": ("FLASHMLA", "auto"), "fp8": ("FLASHMLA", "fp8"), "snapmla":
 
 BYTES = {"bf16": BF16_BYTES_PER_TOKEN, "fp8": QK_HEAD_DIM, "snapmla": BYTES_PER_TOKEN}
 """Bytes of a cached token in one layer."""
+
+PACKAGE = str(Path(__file__).resolve().parents[2])
+"""Where the processes find this package, if their Python has it not."""
 
 WAIT_S = 1800
 """For one process."""
@@ -43,6 +51,7 @@ class EngineRun:
         warmup, steps: tokens of each sequence before the window that is timed, and in it.
         repetitions: of each point.
         max_num_seqs: upper bound of the batches.
+        tensor_parallel_size, data_parallel_size: 1 and 1 for one rank; experts are spread over all GPUs.
     """
 
     model: str
@@ -57,6 +66,8 @@ class EngineRun:
     max_num_seqs: int
     gpu_memory_utilization: float
     compilation_config: dict
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
 
 
 def batch_of(tokens: int, context: int, generated: int) -> int:
@@ -132,44 +143,97 @@ def rank_config(model: MLAModel, layout: ParallelLayout) -> dict:
     }
 
 
-def environment() -> dict[str, str]:
-    """The process's environment: the engine in one process, nothing fetched, nothing reported."""
+def environment(run: EngineRun, group: int = 0, port: int = 0) -> dict[str, str]:
+    """A process's environment: nothing is fetched, nothing reported. `group`: of the data-parallel ones."""
     settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         # DeepGEMM's warm-up takes longer than the measurement.
         "VLLM_USE_DEEP_GEMM": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
-    return settings | os.environ
+    paths = [PACKAGE, *filter(None, [os.environ.get("PYTHONPATH")])]
+    fixed = {"PYTHONPATH": os.pathsep.join(paths)}
+    if run.data_parallel_size == run.tensor_parallel_size == 1:
+        fixed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in the process itself
+    if run.data_parallel_size > 1:
+        fixed |= {
+            "VLLM_DP_RANK": str(group),
+            "VLLM_DP_RANK_LOCAL": str(group),
+            "VLLM_DP_SIZE": str(run.data_parallel_size),
+            "VLLM_DP_MASTER_IP": "127.0.0.1",
+            "VLLM_DP_MASTER_PORT": str(port),
+        }
+    return settings | os.environ | fixed
+
+
+def command(python: str) -> list[str]:
+    """Of one process, which reads its `EngineRun` as JSON from its standard input."""
+    return [python, "-m", "snapmla.bench.vllm_decode"]
+
+
+def engine_plan(run: EngineRun, python: str) -> dict:
+    """What `measure` would start: the command, what it reads, and each process's own variables."""
+    variables = [environment(run, group) for group in range(run.data_parallel_size)]
+    own = [{name: value for name, value in of.items() if name.startswith("VLLM_")} for of in variables]
+    return {"command": command(python), "reads": asdict(run), "environments": own}
 
 
 def measure(run: EngineRun, python: str, report: Callable[[str], None]) -> list[dict]:
-    """What the process answers, as dictionaries: the engine first (kv_tokens, vllm), then its points (context,
-    pool_bytes, batch, and step_ms and spread unless the batch is 0).
+    """What the processes answer, as dictionaries: the engine first (kv_tokens, vllm, start_s), then its points (context,
+    pool_bytes, batch, and step_ms and spread unless the batch is 0). Of several groups the slowest step and the smallest batch.
 
-    Raises RuntimeError with the process's last line where it fails.
+    Raises RuntimeError with a process's last line where it fails; the others are then ended.
     """
-    command = [python, "-m", "snapmla.bench.vllm_decode"]
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        command,
-        input=json.dumps(asdict(run)),
-        env=environment() | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    answers = [json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-        raise RuntimeError(f"vLLM ended with {done.returncode}: {last}")
+    port = _free_port() if run.data_parallel_size > 1 else 0
+    processes = [
+        subprocess.Popen(
+            command(python),
+            env=environment(run, group, port),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for group in range(run.data_parallel_size)
+    ]
+
+    def ended(process: subprocess.Popen) -> list[dict]:
+        try:
+            out, err = process.communicate(json.dumps(asdict(run)), timeout=WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        if process.returncode:
+            for other in processes:
+                other.kill()
+            last = (err.strip() or out.strip() or "nothing").splitlines()[-1]
+            raise RuntimeError(f"vLLM ended with {process.returncode}: {last}")
+        return [json.loads(line[len(MARK) :]) for line in out.splitlines() if line.startswith(MARK)]
+
+    with ThreadPoolExecutor(len(processes)) as threads:
+        # In the order in which they end: a failure is told, not those that it has ended.
+        waiting = [threads.submit(ended, process) for process in processes]
+        of_groups = [done.result() for done in as_completed(waiting)]
+    answers = [_slowest(of_point) for of_point in zip(*of_groups, strict=True)]
     for answer in answers:
         report(", ".join(f"{name} {value}" for name, value in answer.items()))
     return answers
+
+
+def _slowest(of_groups: Sequence[dict]) -> dict:
+    """One point of all data-parallel groups, which step together."""
+    worst = {"kv_tokens": min, "batch": min, "step_ms": max, "spread": max, "start_s": max}
+    return {
+        name: worst[name](answer[name] for answer in of_groups if name in answer) if name in worst else value
+        for name, value in of_groups[0].items()
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 MARK = "snapmla-bench: "
@@ -181,8 +245,8 @@ def why_not(python: str, gpu: str | None) -> str | None:
     if gpu is None:
         return "This machine has no Hopper GPU (compute capability 9.0)."
     asked = "import vllm, snapmla.integrations.vllm as p; p.check_version(vllm.__version__)"
-    package = str(Path(__file__).resolve().parents[2])
-    env = environment() | {"PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
+    paths = os.pathsep.join([PACKAGE, os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run([python, "-c", asked], env=env, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None

@@ -1,4 +1,5 @@
-"""Times decode steps in vLLM's offline engine; a program of its own, for a Python that has vLLM.
+"""Times decode steps in vLLM's offline engine; a program of its own, for a Python that has vLLM. One process is one
+data-parallel group, told by the environment (`engine.environment`).
 
     python -m snapmla.bench.vllm_decode < run.json       # an `engine.EngineRun`
 
@@ -39,6 +40,8 @@ def start(run: EngineRun):
         max_num_batched_tokens=max(2048, run.max_num_seqs),
         gpu_memory_utilization=run.gpu_memory_utilization,
         enable_prefix_caching=False,
+        tensor_parallel_size=run.tensor_parallel_size,
+        enable_expert_parallel=run.tensor_parallel_size * run.data_parallel_size > 1,
         kv_transfer_config={
             "kv_connector": "RandomDecodeBench",
             "kv_connector_module_path": "snapmla.integrations.vllm.decode_bench",

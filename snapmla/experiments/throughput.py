@@ -3,8 +3,8 @@
     python -m snapmla.experiments.throughput engine.gpu=H20 contexts=[65536]
     python -m snapmla.experiments.throughput measure.python=/opt/vllm/bin/python measure.pools_gb=[null]
 
-Measured, on a Hopper GPU with vLLM: one rank of a layout (`snapmla.bench.engine`), its step, and the node's tokens/s as if
-all ranks took as long and sent each other nothing.
+Measured, on Hopper GPUs with vLLM (`snapmla.bench.engine`): a layout where there are as many GPUs, else one of its ranks, its
+step, and the node's tokens/s as if all ranks took as long and sent each other nothing.
 
 Modelled: a step of a decode batch is the attention of all layers plus everything else:
 
@@ -19,6 +19,7 @@ each layer's experts see the tokens of all of them. Every assumption is a key of
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import MISSING
 
 from snapmla.bench import engine
@@ -38,7 +40,7 @@ from snapmla.roofline import GPU, decode_roofline, get_gpu
 
 COLUMNS = (
     "variant", "model", "layout", "context", "bytes_per_token", "memory_gb", "batch", "step_ms",
-    "attention_ms", "tokens_per_s", "source", "status", "reason", "gpu", "pool_gb", "spread", "engine",
+    "attention_ms", "tokens_per_s", "source", "status", "reason", "gpu", "scope", "pool_gb", "spread", "engine",
 )  # fmt: skip
 
 
@@ -71,6 +73,7 @@ class EngineConfig:
 @dataclass
 class MeasureConfig:
     enabled: str = MISSING
+    scope: str = MISSING
     python: str | None = None
     models: list[str] = MISSING
     layouts: list[str] = MISSING
@@ -188,13 +191,12 @@ def speedups(rows: list[dict]) -> dict[str, float]:
     }
 
 
-def engine_run(cfg: ThroughputConfig, model: MLAModel, layout: ParallelLayout, variant: str, folder: str) -> engine.EngineRun:
-    """One engine's points; `folder` is to hold the rank's config.json."""
+def engine_run(cfg: ThroughputConfig, model: MLAModel, layout: ParallelLayout, variant: str, node: bool, folder: str) -> engine.EngineRun:
+    """One engine's points; `folder` is to hold the model's config.json."""
     measure, (backend, dtype) = cfg.measure, engine.BACKENDS[variant]
+    token_bytes = model.attention_layers * engine.BYTES[variant]
     try:
-        pool = cfg.engine.budget().cache_bytes(model, layout)
-        # of the smallest context, and some more: the engine says how many tokens fit
-        estimate = pool / (model.attention_layers * engine.BYTES[variant] * min(cfg.contexts))
+        estimate = cfg.engine.budget().cache_bytes(model, layout) / (token_bytes * min(cfg.contexts))
     except DoesNotFit as error:
         raise ValueError(f"measure.models and measure.layouts must fit the {cfg.engine.gpu}: {error}") from None
     return engine.EngineRun(
@@ -203,58 +205,75 @@ def engine_run(cfg: ThroughputConfig, model: MLAModel, layout: ParallelLayout, v
         kv_cache_dtype=dtype,
         contexts=cfg.contexts,
         pools_bytes=[gb and gb * 1e9 for gb in measure.pools_gb],
-        token_bytes=model.attention_layers * engine.BYTES[variant],
+        token_bytes=token_bytes,
         warmup=measure.warmup,
         steps=measure.steps,
         repetitions=measure.repetitions,
-        max_num_seqs=8 * math.ceil(1.15 * estimate / 8),
+        max_num_seqs=8 * math.ceil(1.15 * estimate / 8),  # the engine says what fits
         gpu_memory_utilization=cfg.engine.gpu_memory_utilization,
         compilation_config=measure.compilation_config,
+        tensor_parallel_size=layout.tp if node else 1,
+        data_parallel_size=layout.dp if node else 1,
     )
 
 
 def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> list[dict]:
     """The rows that vLLM gives, one per model, layout, variant, pool and context; or one per model, layout and variant
-    that says why not."""
+    that says why not. With measure.enabled=dry none: the processes that would run are told."""
     measure, gpu = cfg.measure, hopper_gpu()
-    if measure.enabled not in ("auto", "no"):
-        raise ValueError(f"measure.enabled must be auto or no, got {measure.enabled!r}.")
-    if unknown := set(measure.variants) - set(engine.BACKENDS):
-        raise ValueError(f"measure.variants must be some of {', '.join(engine.BACKENDS)}, got {min(unknown)!r}.")
+    for key, value, known in (
+        ("enabled", [measure.enabled], ("auto", "dry", "no")),
+        ("scope", [measure.scope], ("auto", "node", "rank")),
+        ("variants", measure.variants, tuple(engine.BACKENDS)),
+    ):
+        if unknown := set(value) - set(known):
+            raise ValueError(f"measure.{key} must be among {', '.join(known)}, got {min(unknown)!r}.")
     if measure.enabled == "no":
         return []
-    python = measure.python or sys.executable
-    reason = engine.why_not(python, gpu)
+    dry, python = measure.enabled == "dry", measure.python or sys.executable
+    reason = None if dry else engine.why_not(python, gpu)
     rows = []
     for name, layout_name, variant in itertools.product(measure.models, measure.layouts, measure.variants):
         model, layout = get_model(name), ParallelLayout.parse(layout_name)
+        node = measure.scope == "node" or (measure.scope == "auto" and torch.cuda.device_count() >= layout.gpus)
+        config = engine.rank_config(model, ParallelLayout(1, 1) if node else layout)
+        if dry:
+            planned = engine.engine_plan(engine_run(cfg, model, layout, variant, node, "FOLDER"), python)
+            progress(f"{name}, {layout_name}, {variant}: {json.dumps(planned | {'config.json': config})}")
+            continue
         row = dict.fromkeys(COLUMNS)
         row |= {"variant": variant, "model": name, "layout": layout_name, "source": "measured", "gpu": gpu}
-        row["bytes_per_token"] = engine.BYTES[variant]
+        row |= {"bytes_per_token": engine.BYTES[variant], "scope": "node" if node else "rank"}
         if reason:
             rows.append(row | {"status": "not run", "reason": reason})
             continue
-        progress(f"{name}, {layout_name}, {variant}: starting vLLM")
+        progress(f"{name}, {layout_name}, {variant}, {row['scope']}: starting vLLM")
         with tempfile.TemporaryDirectory() as folder:
-            engine.write_model(Path(folder), engine.rank_config(model, layout))
-            started, *points = engine.measure(engine_run(cfg, model, layout, variant, folder), python, progress)
-        whole = started["kv_tokens"] * model.attention_layers * row["bytes_per_token"]
-        for point in points:
-            pool = point["pool_bytes"]
-            found = row | {
-                "context": point["context"],
-                "pool_gb": pool and pool / 1e9,
-                "memory_gb": min(whole, pool or whole) / 1e9,
-                "engine": f"vLLM {started['vllm']}",
-                "batch": point["batch"],
-            }
-            if point["batch"]:
-                seconds = point["step_ms"] * 1e-3
-                found |= {"step_ms": point["step_ms"], "spread": point["spread"], "status": "ok"}
-                found["tokens_per_s"] = point["batch"] * layout.dp / seconds
-            else:
-                found |= {"status": "not run", "reason": f"The pool must hold a sequence of {point['context']} tokens."}
-            rows.append(found)
+            engine.write_model(Path(folder), config)
+            run = engine_run(cfg, model, layout, variant, node, folder)
+            rows += _rows_of(row, engine.measure(run, python, progress), run.token_bytes, layout.dp)
+    return rows
+
+
+def _rows_of(row: dict, answers: list[dict], token_bytes: int, dp: int) -> list[dict]:
+    """A row of each point that an engine has answered."""
+    (started, *points), rows = answers, []
+    whole = started["kv_tokens"] * token_bytes
+    for point in points:
+        pool, batch, context = point["pool_bytes"], point["batch"], point["context"]
+        found = row | {
+            "context": context,
+            "pool_gb": pool and pool / 1e9,
+            "memory_gb": min(whole, pool or whole) / 1e9,
+            "engine": f"vLLM {started['vllm']}",
+            "batch": batch,
+        }
+        if batch:
+            found |= {"step_ms": point["step_ms"], "spread": point["spread"], "status": "ok"}
+            found["tokens_per_s"] = batch * dp / point["step_ms"] * 1e3
+        else:
+            found |= {"status": "not run", "reason": f"The pool must hold a sequence of {context} tokens."}
+        rows.append(found)
     return rows
 
 

@@ -2,6 +2,7 @@
 
 FIGURES = {  # and the experiments whose results each shows
     "fig1": ["throughput"],
+    "fig1b": ["throughput"],
     "fig2": [],
     "fig3": ["distribution"],
     "fig4": ["fidelity"],
