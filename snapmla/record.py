@@ -2,7 +2,7 @@
 
     python -m snapmla.record [--results results …] [--recorded results/recorded]
 
-Copies what was measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, throughput, and quality,
+Copies what was measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, throughput and serving in vLLM, and quality,
 fidelity, drift and ablation where the model ran on the GPU. Every row's source turns into "recorded". Beside each table lies the
 run.json that says who measured (run.json itself is kernel_bench's), and a manifest of digests. Tables that were
 recorded before and that these runs have not measured stay. The rows of several runs, say of several contexts, make one
@@ -29,6 +29,7 @@ TABLES = {
     "ceilings.csv": "kernel_bench/ceilings.csv",
     "flat_attention.csv": "accumulation/kernels.csv",
     "throughput.csv": "throughput/throughput.csv",
+    "serving.csv": "serving/serving.csv",
     "quality.csv": "quality/quality.csv",
     "fidelity.csv": "fidelity/layer_error.csv",
     "fidelity_kernels.csv": "fidelity/kernels.csv",

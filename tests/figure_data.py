@@ -262,6 +262,13 @@ def ablation_accumulation() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def serving() -> pd.DataFrame:
+    numbers = ("agreement", "n", "prompts", "cached_tokens", "kv_tokens", "early_bytes", "late_bytes", "long_steps", "engine")
+    pairs = (("CUSTOM", "snapmla"), ("CUSTOM", "bf16"), ("FLASHMLA", "bf16"))
+    rows = [{"backend": backend, "against": against, **dict.fromkeys(numbers), **NOT_RUN} for backend, against in pairs]
+    return pd.DataFrame(rows).assign(gpu=None)
+
+
 class Fake:
     """Tables by (experiment, file name); change or delete entries, then ``write`` them below a folder."""
 
@@ -278,6 +285,7 @@ class Fake:
             ("kernel_bench", "latency.csv"): kernel_bench().query("model.isna()").assign(batch=1),
             ("kernel_bench", "roofline.csv"): roofline(),
             ("throughput", "throughput.csv"): throughput(),
+            ("serving", "serving.csv"): serving(),
             ("quality", "quality.csv"): quality(),
             ("drift", "drift.csv"): drift(),
             ("ablation", "ablation.csv"): ablation(),

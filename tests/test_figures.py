@@ -18,7 +18,7 @@ from figure_data import FAKE_CPU, FAKE_GPU, Fake, kernel_bench, quality, timed, 
 
 FOLDER = Path(__file__).resolve().parent.parent / "paper_figures"
 FIGURES = ("fig1", "fig1b", "fig2", "fig3", "fig4", "fig4b", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
-TABLES = ("table1", "table2", "table_kernels", "table_ablation")
+TABLES = ("table1", "table2", "table_kernels", "table_ablation", "table_serving")
 INPUTS = {
     "fig1": "throughput/throughput.csv",
     "fig1b": "throughput/throughput.csv",
@@ -32,6 +32,7 @@ INPUTS = {
     "table1": "quality/quality.csv",
     "table2": "fidelity/layer_error.csv",
     "table_ablation": "ablation/ablation.csv",
+    "table_serving": "serving/serving.csv",
 }
 PANELS = {
     "fig1": 6, "fig1b": 2, "fig2": 1, "fig3": 3, "fig4": 6, "fig4b": 1, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
@@ -266,7 +267,7 @@ def test_missing_and_malformed_input_is_one_sentence(
         (
             lambda: table.assign(source="guessed").to_csv(path, index=False),
             None
-            if name in ("fig1b", "fig4b", "fig5", "fig6")
+            if name in ("fig1b", "fig4b", "fig5", "fig6", "table_serving")
             else r"error: Unknown source of a number: expected one of .*, got 'guessed'\.",
         ),
     ):
@@ -351,6 +352,23 @@ def test_fig4b_draws_what_a_gpu_measured_or_else_recorded(tmp_path: Path) -> Non
         )
     assert draw("fig4b", fake.write(tmp_path / "results"), "--recorded", str(recorded)) == 0
     assert re.findall(r'id="source-\d+-([a-z-]+)"', svg.read_text()) == ["measured"] * 2
+
+
+def test_what_vllm_measured_stands_in_its_table(tmp_path: Path) -> None:
+    fake = Fake()
+    table = fake.tables["serving", "serving.csv"]
+    root = fake.write(tmp_path)
+    assert draw("table_serving", root) == 0
+    text = (root / "tables" / "table_serving.md").read_text()
+    assert "NOT RUN (FAKE reason: no such GPU.)" in text and "%" not in text
+    fake.tables["serving", "serving.csv"] = table.assign(
+        agreement=0.99512, n=1024, prompts=4, cached_tokens=640, kv_tokens=6400, early_bytes=2**20, late_bytes=3 * 2**20,
+        long_steps=2000, status="ok", reason=None, gpu="NVIDIA H200",
+    )  # fmt: skip
+    assert draw("table_serving", fake.write(root)) == 0
+    text = (root / "tables" / "table_serving.md").read_text()
+    assert "measured here (NVIDIA H200" in text and "at the end of 2000 decode steps" in text
+    assert re.search(r"SnapMLA +\| SnapMLA +\| +99.51% \| +1024 \| +640 \| +6400 \| +2.0 \|", text)
 
 
 def test_the_gain_is_batch_times_step(tmp_path: Path) -> None:

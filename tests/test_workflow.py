@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 import shutil
 import subprocess
@@ -124,7 +125,7 @@ def test_figures_only_redraws(changed: Path) -> None:
     """Nothing is computed for `snakemake figures`, even where a source of an experiment has changed."""
     edit(changed / "conf/probe.yaml", "rows: 3", "rows: 4")
     results = changed / "results"
-    folders = ("throughput", "kernel_bench", "distribution", "drift", "ablation")
+    folders = ("throughput", "serving", "kernel_bench", "distribution", "drift", "ablation")
     for name in folders:
         (results / name).mkdir()
         for file in (*EXPERIMENTS[name][1], "run.json"):
@@ -137,7 +138,7 @@ def test_figures_only_redraws(changed: Path) -> None:
             shutil.rmtree(results / name)
 
 
-def test_two_measurements_never_overlap(made: Path, tmp_path: Path) -> None:
+def test_measurements_never_overlap(made: Path, tmp_path: Path) -> None:
     files = [f"{name}/{name}.csv" for name in MEASURING]
     done = snakemake(
         made, "--cores", "2", "--target-files-omit-workdir-adjustment", *files, SNAPMLA_RESULTS=str(tmp_path)
@@ -148,8 +149,8 @@ def test_two_measurements_never_overlap(made: Path, tmp_path: Path) -> None:
         with (tmp_path / file).open() as lines:
             row = next(csv.DictReader(lines))
             times.append((float(row["begin"]), float(row["end"])))
-    first, second = sorted(times)
-    assert first[1] < second[0]
+    times.sort()
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,12 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
         ["kernel_bench.csv", "latency.csv", "ceilings.csv", "roofline.csv"],
     ),
     "throughput": (["kernels/kernels.csv"], ["throughput.csv"]),
+    "serving": (["kernels/kernels.csv", "probe/model"], ["serving.csv"]),
 }
 ON_REQUEST = {"benchmarks": ([], ["benchmarks.csv"])}  # what `snakemake all` leaves out
-MEASURING = ("kernel_bench", "throughput")
+MEASURING = ("kernel_bench", "throughput", "serving")
 FIGURES = ("fig1", "fig1b", "fig2", "fig3", "fig4", "fig4b", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
-TABLES = ("table1", "table2", "table_kernels", "table_ablation")
+TABLES = ("table1", "table2", "table_kernels", "table_ablation", "table_serving")
 
 EXPERIMENT = '''"""A stand-in for the experiment {name}."""
 

@@ -143,8 +143,9 @@ def rank_config(model: MLAModel, layout: ParallelLayout) -> dict:
     }
 
 
-def environment(run: EngineRun, group: int = 0, port: int = 0) -> dict[str, str]:
-    """A process's environment: nothing is fetched, nothing reported. `group`: of the data-parallel ones."""
+def environment(run: EngineRun | None = None, group: int = 0, port: int = 0) -> dict[str, str]:
+    """A process's environment: nothing is fetched, nothing reported. `group`: of the run's data-parallel ones; no run: one GPU."""
+    tp, dp = (run.tensor_parallel_size, run.data_parallel_size) if run else (1, 1)
     settings = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -154,13 +155,13 @@ def environment(run: EngineRun, group: int = 0, port: int = 0) -> dict[str, str]
     }
     paths = [PACKAGE, *filter(None, [os.environ.get("PYTHONPATH")])]
     fixed = {"PYTHONPATH": os.pathsep.join(paths)}
-    if run.data_parallel_size == run.tensor_parallel_size == 1:
+    if tp == dp == 1:
         fixed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in the process itself
-    if run.data_parallel_size > 1:
+    if dp > 1:
         fixed |= {
             "VLLM_DP_RANK": str(group),
             "VLLM_DP_RANK_LOCAL": str(group),
-            "VLLM_DP_SIZE": str(run.data_parallel_size),
+            "VLLM_DP_SIZE": str(dp),
             "VLLM_DP_MASTER_IP": "127.0.0.1",
             "VLLM_DP_MASTER_PORT": str(port),
         }

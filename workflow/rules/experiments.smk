@@ -46,6 +46,11 @@ EXPERIMENTS = {
     "accumulation": dict(needs=["kernels/kernels.csv"], makes=["accumulation.csv", "kernels.csv"]),
     "kernel_bench": dict(needs=["kernels/kernels.csv"], makes=["kernel_bench.csv", "latency.csv", "ceilings.csv", "roofline.csv"], gpu=1),
     "throughput": dict(needs=["kernels/kernels.csv"], makes=["throughput.csv"], gpu=1),
+    "serving": dict(
+        needs=["kernels/kernels.csv", "probe/model/config.json", "probe/model/model.safetensors"],
+        makes=["serving.csv"],
+        gpu=1,
+    ),
     "benchmarks": dict(needs=[], makes=["benchmarks.csv"]),  # wants a served model: only `snakemake benchmarks` runs it
 }
 

@@ -19,6 +19,7 @@ TABLES = {
     "table2": ["fidelity"],
     "table_kernels": ["kernel_bench"],
     "table_ablation": ["ablation"],
+    "table_serving": ["serving"],
 }
 OPTIONAL = {"table1": ["benchmarks/benchmarks.csv"]}  # no input: `all` must never start the benchmarks
 CLAIMS = {"claims": ["throughput", "kernel_bench", "distribution", "fidelity", "accumulation", "quality", "drift"]}

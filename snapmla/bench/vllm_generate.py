@@ -1,0 +1,72 @@
+"""Greedy generation in vLLM's offline engine; a program of its own, for a Python that has vLLM.
+
+    python -m snapmla.bench.vllm_generate < run.json       # a `serving.GenerateRun`
+
+CUDA graphs, prefix caching and chunked prefill are on. Answers one line: each prompt's tokens, the cache's size, and the
+memory that torch holds early and late in a long decode.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from snapmla.bench.engine import MARK
+from snapmla.bench.serving import GenerateRun
+
+
+def long_decode(engine, prompts: list[list[int]], steps: int) -> tuple[int, int]:
+    """Bytes that torch has allocated on the GPU after a quarter of so many steps, and after all of them."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=0.0, detokenize=False)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"long-{i}", TokensPrompt(prompt_token_ids=prompt), params)
+    early = late = made = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            made = max(made, len(output.outputs[0].token_ids))
+        if not early and made >= steps // 4:
+            early = torch.cuda.memory_allocated()
+        if made < steps:
+            late = torch.cuda.memory_allocated()
+    return early, late
+
+
+def main() -> None:
+    run = GenerateRun(**json.load(sys.stdin))
+    from vllm import LLM, SamplingParams, __version__
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(
+        model=run.model,
+        skip_tokenizer_init=True,
+        attention_backend=run.backend,
+        max_model_len=run.max_model_len,
+        max_num_seqs=len(run.prompts),
+        max_num_batched_tokens=run.max_num_batched_tokens,
+        gpu_memory_utilization=run.gpu_memory_utilization,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        compilation_config=run.compilation_config,
+    )
+    params = SamplingParams(max_tokens=run.max_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+    given = [TokensPrompt(prompt_token_ids=prompt) for prompt in run.prompts]
+    done = llm.generate(given, params, use_tqdm=False)
+    early, late = long_decode(llm.llm_engine, [prompt[:64] for prompt in run.prompts[:8]], run.long_steps)
+    cache = llm.llm_engine.vllm_config.cache_config
+    answer = {
+        "tokens": [list(output.outputs[0].token_ids) for output in done],
+        "cached_tokens": sum(output.num_cached_tokens or 0 for output in done),
+        "kv_tokens": cache.num_gpu_blocks * cache.block_size,
+        "early_bytes": early,
+        "late_bytes": late,
+        "vllm": __version__,
+    }
+    print(f"{MARK}{json.dumps(answer)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""vLLM's answers against the Transformers integration's, on the probe model: is the backend the model that it serves?
+
+    python -m snapmla.experiments.serving measure.python=/opt/vllm/bin/python
+
+vLLM writes greedily, with CUDA graphs, prefix caching and chunked prefill on; the Transformers integration, given the same
+tokens one after another, says which it would have written (`snapmla.bench.serving`). Between two BF16 backends the agreement
+is what roundings alone leave.
+
+Writes results/serving/serving.csv; "not run" rows where there is no Hopper GPU or no vLLM.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from omegaconf import MISSING
+from torch import Tensor
+
+from snapmla.bench import engine, serving
+from snapmla.bench.machine import hopper_gpu
+from snapmla.experiments import _source
+from snapmla.experiments._app import BaseConfig, Run, application
+from snapmla.experiments._source import SourceConfig
+from snapmla.probe import corpus
+
+ENGINES = {"CUSTOM": ("snapmla", "bf16"), "FLASHMLA": ("bf16",), "FLASH_ATTN_MLA": ("bf16",)}
+"""vLLM's backends, and the caches of the Transformers integration that their tokens are held against. CUSTOM is SnapMLA."""
+
+COLUMNS = (
+    "backend", "against", "agreement", "n", "prompts", "cached_tokens", "kv_tokens", "early_bytes", "late_bytes",
+    "long_steps", "engine", "source", "status", "reason", "gpu",
+)  # fmt: skip
+
+
+@dataclass
+class MeasureConfig:
+    python: str | None = None
+    backends: list[str] = MISSING
+    max_num_batched_tokens: int = MISSING
+    gpu_memory_utilization: float = MISSING
+    compilation_config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class ServingConfig(BaseConfig):
+    prompts: int = MISSING
+    lengths: list[int] = MISSING
+    shared: int = MISSING
+    tokens: int = MISSING
+    long_steps: int = MISSING
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    source: SourceConfig = field(default_factory=SourceConfig)
+
+
+def prompts_of(text: Tensor, count: int, lengths: list[int], shared: int) -> list[list[int]]:
+    """Pieces of held-out text of these lengths in turns; every second one begins with the same `shared` tokens, which a
+    prefix cache holds."""
+    prefix = text[:shared].tolist()
+    pieces = corpus.spread(text[shared:], count, max(lengths))
+    return [
+        (prefix if i % 2 else []) + piece[: lengths[i // 2 % len(lengths)]].tolist() for i, piece in enumerate(pieces)
+    ]
+
+
+def measured_rows(cfg: ServingConfig, origin: Callable[[], tuple[str, Any]], progress: Callable[[str], None]) -> list[dict]:
+    """The rows of serving.csv. origin: gives the checkpoint's folder and the loaded source, where they are needed."""
+    measure, gpu = cfg.measure, hopper_gpu()
+    if unknown := set(measure.backends) - set(ENGINES):
+        raise ValueError(f"measure.backends must be among {', '.join(ENGINES)}, got {min(unknown)!r}.")
+    if min(cfg.lengths) < 2:
+        raise ValueError(f"lengths must be at least 2, got {min(cfg.lengths)}.")
+    python = measure.python or sys.executable
+    reason, rows = engine.why_not(python, gpu), []
+    if reason is None:
+        folder, model = origin()
+        prompts = prompts_of(model.tokens.cpu(), cfg.prompts, cfg.lengths, cfg.shared)
+    for backend in measure.backends:
+        common = dict.fromkeys(COLUMNS) | {"backend": backend, "source": "measured", "gpu": gpu}
+        if reason:
+            rows += [common | {"against": against, "status": "not run", "reason": reason} for against in ENGINES[backend]]
+            continue
+        run = serving.GenerateRun(
+            model=folder,
+            backend=backend,
+            prompts=prompts,
+            max_tokens=cfg.tokens,
+            long_steps=cfg.long_steps,
+            max_model_len=max(max(map(len, prompts)) + cfg.tokens, 64 + cfg.long_steps) + 1,
+            max_num_batched_tokens=measure.max_num_batched_tokens,
+            gpu_memory_utilization=measure.gpu_memory_utilization,
+            compilation_config=measure.compilation_config,
+        )
+        answer = serving.generate(run, python, measure.environment)
+        written = torch.tensor(answer["tokens"])
+        for against in ENGINES[backend]:
+            agrees = serving.likeliest(model.model, prompts, answer["tokens"], against) == written
+            row = common | {name: answer[name] for name in ("cached_tokens", "kv_tokens", "early_bytes", "late_bytes")}
+            row |= {"against": against, "agreement": agrees.float().mean().item(), "n": agrees.numel()}
+            row |= {"prompts": len(prompts), "long_steps": cfg.long_steps, "engine": f"vLLM {answer['vllm']}", "status": "ok"}
+            progress(f"{backend} against {against}: {row['agreement']:.2%} of {row['n']} tokens")
+            rows.append(row)
+    return rows
+
+
+@application("serving", ServingConfig)
+def main(cfg: ServingConfig, run: Run) -> None:
+    def origin() -> tuple[str, Any]:
+        folder = cfg.source.path or run.input("probe", "model")
+        return str(folder), _source.load(cfg.source, run)
+
+    rows = measured_rows(cfg, origin, run.progress)
+    run.write_table("serving.csv", rows)
+    for reason in {row["reason"] for row in rows if row["reason"]}:
+        run.progress(f"not run: {reason}")
+    for row in rows:
+        if row["status"] == "ok":
+            run.log({f"agreement/{row['backend']}/{row['against']}": row["agreement"]})
+
+
+if __name__ == "__main__":
+    main()

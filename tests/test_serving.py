@@ -1,0 +1,145 @@
+"""vLLM's answers against the model's: teacher forcing of ragged prompts, and what becomes of a (stand-in) vLLM's tokens."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from test_engine import GPU, program
+from test_perf_experiments import compose
+from test_transformers_integration import build
+
+from snapmla.bench import engine, serving
+from snapmla.experiments import serving as experiment
+from snapmla.integrations import transformers as hf
+
+
+def text(tokens: int, seed: int) -> list[int]:
+    return torch.randint(1, 97, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def test_ragged_prompts_are_forced_as_each_alone() -> None:
+    model = build("v3")
+    prompts = [text(n, n) for n in (70, 2, 40)]
+    answers = [text(21, 100 + i) for i in range(3)]
+    found = serving.likeliest(model, prompts, answers, "bf16")
+    for prompt, answer, ours in zip(prompts, answers, found, strict=True):
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        top = logits.topk(2).values
+        clear = top[:, 0] - top[:, 1] > 0.05 * logits.std()  # roundings of the BF16 cache decide the others
+        assert clear.float().mean() > 0.5 and torch.equal(ours[clear], logits.argmax(-1)[clear])
+    assert model.config._attn_implementation != hf.IMPLEMENTATION
+
+
+def test_every_second_prompt_begins_alike() -> None:
+    prompts = experiment.prompts_of(torch.arange(5000), 6, [65, 300], 640)
+    assert [len(prompt) for prompt in prompts] == [65, 705, 300, 940, 65, 705]
+    assert prompts[1][:640] == prompts[3][:640] == list(range(640)) and prompts[0][0] >= 640
+
+
+def run_of(**changes: object) -> serving.GenerateRun:
+    values = {
+        "model": "folder", "backend": "CUSTOM", "prompts": [[1, 2]], "max_tokens": 4, "long_steps": 8, "max_model_len": 99,
+        "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.5, "compilation_config": {"mode": 0},
+    }  # fmt: skip
+    return serving.GenerateRun(**values | changes)
+
+
+def test_the_program_gets_its_run_and_its_variables(tmp_path: Path) -> None:
+    python = program(
+        tmp_path,
+        "import json, os, sys\n"
+        "run = json.load(sys.stdin)\n"
+        "assert sys.argv[1:] == ['-m', 'snapmla.bench.vllm_generate'] and os.environ['MINE'] == '1'\n"
+        "assert os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'] == '0'\n"
+        f"print('noise'); print({engine.MARK!r} + json.dumps({{'tokens': run['prompts']}}))\n",
+    )
+    assert serving.generate(run_of(), python, {"MINE": "1"}) == {"tokens": [[1, 2]]}
+    with pytest.raises(RuntimeError, match="vLLM ended with 1: no memory"):
+        serving.generate(run_of(), program(tmp_path, "import sys\nsys.exit('no memory')\n"))
+    with pytest.raises(RuntimeError, match="vLLM ended with 0: nothing"):
+        serving.generate(run_of(), program(tmp_path, ""))
+
+
+def test_memory_is_watched_while_sequences_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake engine that leaks 1 byte a step, and frees all at its end."""
+    import sys
+
+    from snapmla.bench import vllm_generate
+
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(SamplingParams=lambda **settings: settings))
+    inputs = types.SimpleNamespace(TokensPrompt=lambda prompt_token_ids: prompt_token_ids)
+    monkeypatch.setitem(sys.modules, "vllm.inputs", inputs)
+
+    class Engine:
+        made, names = 0, []
+
+        def add_request(self, name: str, prompt: list[int], params: dict) -> None:
+            self.names.append(name)
+
+        def has_unfinished_requests(self) -> bool:
+            return self.made < 100
+
+        def step(self) -> list[types.SimpleNamespace]:
+            self.made += 1
+            tokens = types.SimpleNamespace(token_ids=[0] * self.made)
+            return [types.SimpleNamespace(request_id=name, outputs=[tokens]) for name in self.names]
+
+    fake = Engine()
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0 if fake.made == 100 else 1000 + fake.made)
+    assert vllm_generate.long_decode(fake, [[1], [2]], 100) == (1025, 1099)
+
+
+class TestRows:
+    @pytest.fixture(autouse=True)
+    def _machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs: list[tuple[serving.GenerateRun, dict]] = []
+        monkeypatch.setattr(experiment, "hopper_gpu", lambda: GPU)
+        monkeypatch.setattr(engine, "why_not", lambda python, gpu: None)
+
+        def generate(run: serving.GenerateRun, python: str, settings: dict) -> dict:
+            self.runs.append((run, settings))
+            tokens = [[5] * run.max_tokens for _ in run.prompts]
+            return {"tokens": tokens, "cached_tokens": 7, "kv_tokens": 640, "early_bytes": 1, "late_bytes": 2, "vllm": "0.25.1"}
+
+        def likeliest(model: object, prompts: list, answers: list, variant: str) -> torch.Tensor:
+            found = torch.tensor(answers)
+            found[0, : 2 if variant == "bf16" else 1] = 6
+            return found
+
+        monkeypatch.setattr(serving, "generate", generate)
+        monkeypatch.setattr(serving, "likeliest", likeliest)
+        self.origin = lambda: ("folder", types.SimpleNamespace(model=None, tokens=torch.arange(9000)))
+
+    def test_one_row_for_each_pair(self) -> None:
+        cfg = compose("serving", "prompts=5", "tokens=8", "lengths=[65,100]", "+measure.environment.MINE=x")
+        rows = experiment.measured_rows(cfg, self.origin, lambda message: None)
+        assert all(tuple(row) == experiment.COLUMNS for row in rows)
+        assert [(row["backend"], row["against"], row["agreement"]) for row in rows] == [
+            ("CUSTOM", "snapmla", pytest.approx(39 / 40)), ("CUSTOM", "bf16", pytest.approx(38 / 40)),
+            ("FLASHMLA", "bf16", pytest.approx(38 / 40)), ("FLASH_ATTN_MLA", "bf16", pytest.approx(38 / 40)),
+        ]  # fmt: skip
+        assert {(row["n"], row["prompts"], row["status"], row["gpu"]) for row in rows} == {(40, 5, "ok", GPU)}
+        (run, settings), *_ = self.runs
+        assert len(self.runs) == 3 and settings == {"MINE": "x"} and run.max_model_len == 64 + 2000 + 1
+
+    def test_a_machine_without_vllm_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine, "why_not", lambda python, gpu: "FAKE reason.")
+        rows = experiment.measured_rows(compose("serving"), self.origin, lambda message: None)
+        assert [(row["status"], row["reason"]) for row in rows] == [("not run", "FAKE reason.")] * 4 and not self.runs
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [("measure.backends=[TRITON_MLA]", "must be among CUSTOM, .*, got 'TRITON_MLA'"), ("lengths=[1]", "at least 2, got 1")],
+    )
+    def test_bad_values_are_named(self, override: str, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            experiment.measured_rows(compose("serving", override), self.origin, lambda message: None)
+
+
+def test_runs_are_json() -> None:
+    assert json.loads(json.dumps(run_of().__dict__))["prompts"] == [[1, 2]]
