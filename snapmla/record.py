@@ -2,11 +2,11 @@
 
     python -m snapmla.record [--results results …] [--recorded results/recorded]
 
-Copies what was measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, throughput and serving in vLLM, and quality,
-fidelity, drift and ablation where the model ran on the GPU. Every row's source turns into "recorded". Beside each table lies the
-run.json that says who measured (run.json itself is kernel_bench's), and a manifest of digests. Tables that were
-recorded before and that these runs have not measured stay. The rows of several runs, say of several contexts, make one
-table; its run file is the first one's, with the others' in `more_runs`.
+Copies what was measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, throughput and serving in
+vLLM, and quality, fidelity, drift and ablation where the model ran on the GPU. Every row's source turns into "recorded".
+Beside each table lies the run.json that says who measured (run.json itself is kernel_bench's), and a manifest of digests.
+Tables that were recorded before and that these runs have not measured stay. The rows of several runs, say of several
+contexts, make one table; its run file is the first one's, with the others' in `more_runs`.
 """
 
 from __future__ import annotations

@@ -121,6 +121,12 @@ class TestRegistration:
         assert getattr(importlib.import_module(path), name) is backend.SnapMLABackend
         assert backend.SnapMLABackend.get_name() == "CUSTOM"
 
+    def test_an_older_vllm_starts_without_it(self, backend, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.delattr(sys.modules["vllm.v1.attention.backends.registry"], "register_backend")
+        stand_in.REGISTERED.clear()
+        plugin.register()
+        assert not stand_in.REGISTERED
+
     @pytest.mark.parametrize("version", ["0.25.0", "0.25.1", "0.25.2rc1"])
     def test_supported_versions(self, version: str):
         plugin.check_version(version)

@@ -17,8 +17,10 @@ BACKEND = "snapmla.integrations.vllm.backend.SnapMLABackend"
 
 def register() -> None:
     """The entry point: name the backend to vLLM. Imports neither it nor CUDA, and may run again."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError:  # an older vLLM, in which nobody can select it, and which must start all the same
+        return
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
 
 
