@@ -15,7 +15,7 @@ from test_perf_experiments import compose
 
 from snapmla.bench import engine, vllm_decode
 from snapmla.experiments import throughput
-from snapmla.models import DEEPSEEK_V2_LITE, DEEPSEEK_V3_1, LONGCAT_FLASH_THINKING, ParallelLayout
+from snapmla.models import DEEPSEEK_V2_LITE, DEEPSEEK_V3_1, LONGCAT_FLASH_THINKING, MLAModel, ParallelLayout
 
 GPU = "NVIDIA H200"
 
@@ -47,7 +47,7 @@ class TestRank:
     @pytest.mark.parametrize(
         ("model", "layout", "message"),
         [
-            (LONGCAT_FLASH_THINKING, "DP8/TP1", "architecture, got LongCat-Flash-Thinking"),
+            (LONGCAT_FLASH_THINKING, "DP1/TP8", "must divide the experts of LongCat-Flash-Thinking and their picks"),
             (DEEPSEEK_V2_LITE, "DP8/TP1", "architecture, got DeepSeek-V2-Lite"),
             (DEEPSEEK_V3_1, "DP3/TP1", "must divide the experts of DeepSeek-V3.1 and their picks, got DP3/TP1"),
             (DEEPSEEK_V3_1, "DP1/TP16", "must divide the experts"),
@@ -57,20 +57,22 @@ class TestRank:
         with pytest.raises(ValueError, match=message):
             engine.rank_config(model, ParallelLayout.parse(layout))
 
-    def test_weights_are_the_memory_models(self):
-        """Transformers' own count of the rank's parameters, in the bytes that snapmla.models says."""
+    @pytest.mark.parametrize("model", [DEEPSEEK_V3_1, LONGCAT_FLASH_THINKING], ids=lambda model: model.name)
+    @pytest.mark.parametrize("layout", [ParallelLayout(1, 1), ParallelLayout(8, 1)], ids=str)
+    def test_weights_are_the_memory_models(self, model: MLAModel, layout: ParallelLayout, tmp_path: Path):
+        """Transformers' own count of the parameters that the config.json asks for."""
         import torch
-        from transformers import AutoModelForCausalLM, DeepseekV3Config
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        layout = ParallelLayout(8, 1)
-        config = engine.rank_config(DEEPSEEK_V3_1, layout)
-        del config["quantization_config"], config["architectures"], config["model_type"]
+        engine.write_model(tmp_path, engine.rank_config(model, layout))
+        config = AutoConfig.from_pretrained(tmp_path)
+        del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(DeepseekV3Config(**config))
-        modelled = (
-            DEEPSEEK_V3_1.shared_parameters + DEEPSEEK_V3_1._embedding + DEEPSEEK_V3_1.routed_expert_parameters / layout.gpus
-        )
-        assert sum(p.numel() for p in model.parameters()) == pytest.approx(modelled, rel=2e-3)
+            built = AutoModelForCausalLM.from_config(config)
+        modelled = model.shared_parameters + model._embedding + model.routed_expert_parameters / layout.gpus
+        # Transformers gives zero experts, which have no weights, a gate and an up projection.
+        unused = 2 * model.hidden_size * model.moe_intermediate_size * model.layers * model.zero_experts / layout.gpus
+        assert sum(p.numel() for p in built.parameters()) == pytest.approx(modelled + unused, rel=2e-3)
 
 
 def run_of(**changes: object) -> engine.EngineRun:

@@ -76,26 +76,22 @@ def batch_of(tokens: int, context: int, generated: int) -> int:
 
 
 def rank_config(model: MLAModel, layout: ParallelLayout) -> dict:
-    """config.json of one GPU's share of a DeepSeek-V3 model in a layout, for vLLM.
+    """config.json of one GPU's share of a model in a layout, for vLLM; in DP1/TP1 of the whole model.
 
     Heads, dense MLPs and vocabulary are divided by tp, experts by all GPUs; each token picks so many of the rank's experts
-    as the node's tokens do under balanced routing. The shared expert is whole, though tp would divide it.
+    as the node's tokens do under balanced routing. A shared expert is whole, though tp would divide it.
 
-    Raises ValueError for a model of another architecture, or a layout that does not divide it.
+    Raises ValueError for a model of another architecture than DeepSeek-V3's or LongCat-Flash's, or a layout that does not
+    divide it.
     """
-    if model.attention_per_layer != 1 or not model.shared_experts or model.q_lora_rank is None:
-        raise ValueError(f"model must be of DeepSeek-V3's architecture, got {model.name}.")
-    experts, left = divmod(model.routed_experts, layout.gpus)
-    picks, odd = divmod(model.experts_per_token * layout.dp, layout.gpus)
-    if left or odd:
+    whole = model.routed_experts, model.zero_experts, model.experts_per_token * layout.dp
+    if any(x % layout.gpus for x in whole):
         raise ValueError(f"layout must divide the experts of {model.name} and their picks, got {layout}.")
+    experts, zero_experts, picks = (x // layout.gpus for x in whole)
     heads = model.heads_per_gpu(layout)
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+    common = {
         "torch_dtype": "bfloat16",
         "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "q_lora_rank": model.q_lora_rank,
@@ -104,31 +100,8 @@ def rank_config(model: MLAModel, layout: ParallelLayout) -> dict:
         "qk_rope_head_dim": model.qk_rope_head_dim,
         "v_head_dim": model.v_head_dim,
         "vocab_size": model.vocab_size // layout.tp,
-        "intermediate_size": model.dense_intermediate_size // layout.tp,
-        "moe_intermediate_size": model.moe_intermediate_size,
         "n_routed_experts": experts,
-        "n_shared_experts": model.shared_experts,
-        "num_experts_per_tok": picks,
-        "first_k_dense_replace": model.first_dense_layers,
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": model.yarn_factor,
-            "mscale": model.yarn_mscale_all_dim,
-            "mscale_all_dim": model.yarn_mscale_all_dim,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
         "max_position_embeddings": 163840,
         "attention_bias": False,
         "tie_word_embeddings": False,
@@ -141,6 +114,54 @@ def rank_config(model: MLAModel, layout: ParallelLayout) -> dict:
             "weight_block_size": [128, 128],
         },
     }
+    dense = model.dense_intermediate_size // layout.tp
+    if model.q_lora_rank and model.attention_per_layer == 1 and model.shared_experts:
+        return common | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": model.layers,
+            "intermediate_size": dense,
+            "moe_intermediate_size": model.moe_intermediate_size,
+            "n_shared_experts": model.shared_experts,
+            "num_experts_per_tok": picks,
+            "first_k_dense_replace": model.first_dense_layers,
+            "moe_layer_freq": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": model.yarn_factor,
+                "mscale": model.yarn_mscale_all_dim,
+                "mscale_all_dim": model.yarn_mscale_all_dim,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
+        }
+    if model.attention_per_layer == 2 and model.zero_experts:
+        return common | {
+            "architectures": ["LongcatFlashForCausalLM"],
+            "model_type": "longcat_flash",
+            "num_layers": model.layers,
+            "ffn_hidden_size": dense,
+            "expert_ffn_hidden_size": model.moe_intermediate_size,
+            "zero_expert_num": zero_experts,
+            "zero_expert_type": "identity",
+            "moe_topk": picks,
+            "routed_scaling_factor": 6.0,
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+            "router_bias": False,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000000.0,
+        }
+    raise ValueError(f"model must be of DeepSeek-V3's or LongCat-Flash's architecture, got {model.name}.")
 
 
 def environment(run: EngineRun | None = None, group: int = 0, port: int = 0) -> dict[str, str]:
