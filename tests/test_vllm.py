@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
+import subprocess
 import sys
 import tomllib
 
@@ -144,6 +146,40 @@ class TestRegistration:
 
     def test_importing_the_plugin_imports_no_vllm(self):
         assert not any(name == "vllm" or name.startswith("vllm.") for name in sys.modules)
+
+
+AGAINST_VLLM = """
+import importlib, inspect, sys
+import vllm_stand_in
+from snapmla.integrations.vllm import backend
+
+wrong = [
+    f"{module}.{name} is missing"
+    for module, contents in vllm_stand_in.CONTENTS.items()
+    for name in contents
+    if not hasattr(importlib.import_module(module), name)
+]
+for ours, names in (
+    (backend.SnapMLABackend, ("get_kv_cache_shape", "supports_compute_capability")),
+    (backend.SnapMLAMetadataBuilder, ("_build_decode",)),
+    (backend.SnapMLAImpl, ("do_kv_cache_update", "forward_mqa", "_compute_prefill_context")),
+):
+    for name in names:
+        base = next(cls for cls in ours.__mro__[1:] if name in vars(cls))
+        given, wanted = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (ours, base))
+        if given != wanted:
+            wrong.append(f"{ours.__name__}.{name} takes {given}, vLLM gives {wanted}")
+print("\\n".join(wrong))
+sys.exit(bool(wrong))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_has_what_the_stand_in_has():
+    """Every name, and the parameters of what the backend overrides."""
+    tests = str(REPOSITORY / "tests")
+    done = subprocess.run([sys.executable, "-c", AGAINST_VLLM], cwd=tests, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class TestBackend:

@@ -254,7 +254,7 @@ class DecodeBenchConnector:
         self.connector_worker.kv_caches = kv_caches
 
 
-_CONTENTS = {
+CONTENTS = {
     "vllm": {"__version__": VERSION},
     "vllm.config": {"VllmConfig": VllmConfig, "get_current_vllm_config": get_current_vllm_config},
     "vllm.logger": {"init_logger": init_logger},
@@ -276,7 +276,7 @@ _CONTENTS = {
 def modules() -> dict[str, types.ModuleType]:
     """Entries for sys.modules: a package for each part of a name."""
     found: dict[str, types.ModuleType] = {}
-    for name, contents in _CONTENTS.items():
+    for name, contents in CONTENTS.items():
         parts = name.split(".")
         for i in range(1, len(parts) + 1):
             found.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
