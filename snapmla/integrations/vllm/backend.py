@@ -94,7 +94,9 @@ class SnapMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[SnapMLAD
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
 
-    def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self.reorder_batch_threshold > MAX_QUERIES:
             raise ValueError(
@@ -179,7 +181,8 @@ class SnapMLAImpl(MLACommonImpl[MLACommonMetadata[SnapMLADecodeMetadata]]):
             of_piece = pieces.token_to_seq[i, :tokens], pieces.cu_seq_lens[i], pieces.starts[i]
             latents = cache.fetch(pages.context_slots(prefill.block_table, *of_piece))
             content, rope = latents.split([KV_LORA_RANK, QK_ROPE_HEAD_DIM], -1)
-            k_nope, v = self.kv_b_proj(content)[0].unflatten(-1, (self.num_heads, -1)).split([self.qk_nope_head_dim, self.v_head_dim], -1)
+            up = self.kv_b_proj(content)[0].unflatten(-1, (self.num_heads, -1))
+            k_nope, v = up.split([self.qk_nope_head_dim, self.v_head_dim], -1)
             k = self._concat_k_nope_k_pe(k_nope, rope[:, None])
             part = prefill.prefill_backend.run_prefill_context_chunk(chunk_idx=i, q=q, k=k, v=v)
             if whole is not None:
