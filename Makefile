@@ -70,8 +70,9 @@ record: setup ## measure on this machine's Hopper GPU what has not been, and kee
 	@$(RUN) $(PY) -m snakemake kernel_bench accumulation --configfile "conf/workflow/$(SIZE).yaml" --cores $(CORES) $(SNAKEMAKE_ARGS)
 	@$(PY) -m snapmla.record
 
-lint: setup ## check style (ruff) and the workflow (snakemake --lint)
+lint: setup ## check style (ruff), the Dockerfile (hadolint) and the workflow (snakemake --lint)
 	@$(PY) -m ruff check .
+	@$(VENV)/bin/hadolint Dockerfile
 	@$(RUN) $(PY) -m snakemake --lint
 
 setup: $(PACKAGE_STAMP) $(TOOLS_STAMP) ## make the virtual environment with everything in it (TARGET=cpu, cu12 or cu13)
