@@ -65,8 +65,17 @@ class MemoryBudget:
 
 def tokens_that_fit(cache_bytes: float, model: MLAModel, cache_format: str) -> int:
     """Tokens, in whole pages, that a cache of so many bytes on each GPU of an attention group holds."""
-    page_bytes = PAGE_SIZE * kv_bytes_per_token(model, cache_format)
-    return int(cache_bytes // page_bytes) * PAGE_SIZE
+    return tokens_in(cache_bytes, kv_bytes_per_token(model, cache_format))
+
+
+def tokens_in(cache_bytes: float, token_bytes: int) -> int:
+    """Tokens of so many bytes in all layers, in whole pages, that a cache holds."""
+    return int(cache_bytes // (PAGE_SIZE * token_bytes)) * PAGE_SIZE
+
+
+def sequences_in(tokens: int, length: int) -> int:
+    """Sequences of that length, each in whole pages, that a cache of so many tokens holds."""
+    return tokens // (math.ceil(length / PAGE_SIZE) * PAGE_SIZE)
 
 
 def largest_batch(cache_bytes: float, model: MLAModel, context: int, cache_format: str) -> int:
@@ -77,7 +86,7 @@ def largest_batch(cache_bytes: float, model: MLAModel, context: int, cache_forma
     if context < 1:
         raise ValueError(f"context must be at least 1 token, got {context}.")
     tokens = tokens_that_fit(cache_bytes, model, cache_format)
-    batch = tokens // (math.ceil(context / PAGE_SIZE) * PAGE_SIZE)
+    batch = sequences_in(tokens, context)
     if batch == 0:
         raise DoesNotFit(
             f"the {cache_format} cache must hold a sequence of {context} tokens, got room for {tokens}."

@@ -15,15 +15,16 @@ from test_perf_experiments import compose
 
 from snapmla.bench import engine, vllm_decode
 from snapmla.experiments import throughput
+from snapmla.memory import sequences_in
 from snapmla.models import DEEPSEEK_V2_LITE, DEEPSEEK_V3_1, LONGCAT_FLASH_THINKING, MLAModel, ParallelLayout
 
 GPU = "NVIDIA H200"
 
 
 def test_batches_take_whole_pages():
-    assert engine.batch_of(760_000, 131072, 76) == 5 and engine.batch_of(425_342, 131072, 76) == 3
-    assert engine.batch_of(640, 256, 64) == 2 and engine.batch_of(639, 256, 64) == 1
-    assert engine.batch_of(640, 256, 65) == 1 and engine.batch_of(383, 256, 65) == 0
+    assert sequences_in(760_000, 131072 + 76) == 5 and sequences_in(425_342, 131072 + 76) == 3
+    assert sequences_in(640, 256 + 64) == 2 and sequences_in(639, 256 + 64) == 1
+    assert sequences_in(640, 256 + 65) == 1 and sequences_in(383, 256 + 65) == 0
 
 
 def test_pools_are_no_larger_than_the_engines():

@@ -13,7 +13,6 @@ The engine runs in `snapmla.bench.vllm_decode`, by a Python that has vLLM; nothi
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import subprocess
@@ -22,13 +21,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from snapmla.layout import BF16_BYTES_PER_TOKEN, BYTES_PER_TOKEN, PAGE_SIZE, QK_HEAD_DIM
+from snapmla.bench.machine import NO_GPU
+from snapmla.layout import QK_HEAD_DIM
+from snapmla.memory import CACHE_BYTES_PER_TOKEN, sequences_in, tokens_in
 from snapmla.models import MLAModel, ParallelLayout
 
 BACKENDS = {"bf16": ("FLASHMLA", "auto"), "fp8": ("FLASHMLA", "fp8"), "snapmla": ("CUSTOM", "auto")}
 """vLLM's attention backend and kv_cache_dtype of each variant; `fp8` is FlashMLA's, one scale a tensor, RoPE part in FP8."""
 
-BYTES = {"bf16": BF16_BYTES_PER_TOKEN, "fp8": QK_HEAD_DIM, "snapmla": BYTES_PER_TOKEN}
+BYTES = CACHE_BYTES_PER_TOKEN | {"fp8": QK_HEAD_DIM}
 """Bytes of a cached token in one layer."""
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
@@ -68,11 +69,6 @@ class EngineRun:
     compilation_config: dict
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
-
-
-def batch_of(tokens: int, context: int, generated: int) -> int:
-    """Sequences of `context` tokens that grow by `generated` and that a pool of so many tokens holds, in whole pages."""
-    return tokens // (math.ceil((context + generated) / PAGE_SIZE) * PAGE_SIZE)
 
 
 def rank_config(model: MLAModel, layout: ParallelLayout) -> dict:
@@ -194,6 +190,34 @@ def command(python: str) -> list[str]:
     return [python, "-m", "snapmla.bench.vllm_decode"]
 
 
+MARK = "snapmla-bench: "
+"""Before each answer, among what vLLM prints."""
+
+
+def answer(**values: object) -> None:
+    """Told by a process."""
+    print(f"{MARK}{json.dumps(values)}", flush=True)
+
+
+def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def answers_of(process: subprocess.Popen, given: dict) -> list[dict]:
+    """What a process answers to its input. Raises RuntimeError with its last line where it fails or answers nothing."""
+    try:
+        out, err = process.communicate(json.dumps(given), timeout=WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+    answers = [json.loads(line[len(MARK) :]) for line in out.splitlines() if line.startswith(MARK)]
+    if process.returncode or not answers:
+        last = (err.strip() or out.strip() or "nothing").splitlines()[-1]
+        raise RuntimeError(f"vLLM ended with {process.returncode}: {last}")
+    return answers
+
+
 def engine_plan(run: EngineRun, python: str) -> dict:
     """What `measure` would start: the command, what it reads, and each process's own variables."""
     variables = [environment(run, group) for group in range(run.data_parallel_size)]
@@ -208,30 +232,15 @@ def measure(run: EngineRun, python: str, report: Callable[[str], None]) -> list[
     Raises RuntimeError with a process's last line where it fails; the others are then ended.
     """
     port = _free_port() if run.data_parallel_size > 1 else 0
-    processes = [
-        subprocess.Popen(
-            command(python),
-            env=environment(run, group, port),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for group in range(run.data_parallel_size)
-    ]
+    processes = [start(command(python), environment(run, group, port)) for group in range(run.data_parallel_size)]
 
     def ended(process: subprocess.Popen) -> list[dict]:
         try:
-            out, err = process.communicate(json.dumps(asdict(run)), timeout=WAIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-        if process.returncode:
+            return answers_of(process, asdict(run))
+        except RuntimeError:
             for other in processes:
                 other.kill()
-            last = (err.strip() or out.strip() or "nothing").splitlines()[-1]
-            raise RuntimeError(f"vLLM ended with {process.returncode}: {last}")
-        return [json.loads(line[len(MARK) :]) for line in out.splitlines() if line.startswith(MARK)]
+            raise
 
     with ThreadPoolExecutor(len(processes)) as threads:
         # In the order in which they end: a failure is told, not those that it has ended.
@@ -258,18 +267,12 @@ def _free_port() -> int:
         return found.getsockname()[1]
 
 
-MARK = "snapmla-bench: "
-"""Before each answer, among what vLLM prints."""
-
-
 def why_not(python: str, gpu: str | None) -> str | None:
     """Why nothing can be measured, in one sentence; or None."""
     if gpu is None:
-        return "This machine has no Hopper GPU (compute capability 9.0)."
+        return NO_GPU
     asked = "import vllm, snapmla.integrations.vllm as p; p.check_version(vllm.__version__)"
-    paths = os.pathsep.join([PACKAGE, os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run([python, "-c", asked], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([python, "-c", asked], env=environment(), capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
     return f"vLLM cannot be used: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}"
@@ -285,7 +288,7 @@ def points_of(contexts: Sequence[int], pools: Sequence[float | None], kv_tokens:
     """Context, pool and batch of every point. A pool larger than the engine's is the engine's."""
     points = []
     for pool in pools:
-        tokens = kv_tokens if pool is None else min(kv_tokens, int(pool // (token_bytes * PAGE_SIZE)) * PAGE_SIZE)
+        tokens = kv_tokens if pool is None else min(kv_tokens, tokens_in(pool, token_bytes))
         for context in contexts:
-            points.append({"context": context, "pool_bytes": pool, "batch": batch_of(tokens, context, generated)})
+            points.append({"context": context, "pool_bytes": pool, "batch": sequences_in(tokens, context + generated)})
     return points

@@ -23,6 +23,9 @@ REASONS = {
 """Bits of `clocks_event_reasons.active` that mean a lower clock."""
 
 
+NO_GPU = "This machine has no Hopper GPU (compute capability 9.0)."
+
+
 def hopper_gpu() -> str | None:
     """Name of the current CUDA device if it is a Hopper GPU (compute capability 9.0)."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

@@ -6,15 +6,13 @@ another and says which one it would have written: where both agree, they agree o
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from snapmla.bench.engine import MARK, WAIT_S, environment
+from snapmla.bench.engine import answers_of, environment, start
 from snapmla.integrations import transformers as hf
 from snapmla.integrations.transformers_cache import PagedLatents
 from snapmla.layout import MAX_QUERIES
@@ -37,20 +35,8 @@ class GenerateRun:
 
 def generate(run: GenerateRun, python: str, settings: dict[str, str] | None = None) -> dict:
     """The program's answer. settings: more environment variables. Raises RuntimeError with its last line where it fails."""
-    done = subprocess.run(
-        [python, "-m", "snapmla.bench.vllm_generate"],
-        input=json.dumps(asdict(run)),
-        env=environment() | (settings or {}),
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not lines:
-        last = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-        raise RuntimeError(f"vLLM ended with {done.returncode}: {last}")
-    return json.loads(lines[-1][len(MARK) :])
+    command = [python, "-m", "snapmla.bench.vllm_generate"]
+    return answers_of(start(command, environment() | (settings or {})), asdict(run))[-1]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from snapmla.bench.inputs import Pool
+from snapmla.bench.machine import NO_GPU
 from snapmla.bench.timing import Call
 from snapmla.decode import decode_schedule, mla_decode_quantized, quantize_q
 from snapmla.integrations import flashinfer, flashmla
@@ -19,7 +20,6 @@ SOFTMAX_SCALE = 192**-0.5
 SDPA_BYTES = 1 << 30
 """torch's attention writes its float32 logits out: shapes beyond this are left out."""
 
-NO_GPU = "This machine has no Hopper GPU (compute capability 9.0)."
 KERNELS = {
     "snapmla": ("snapmla",),
     "flashmla": ("bf16", "fp8"),

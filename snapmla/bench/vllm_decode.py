@@ -14,14 +14,10 @@ import statistics
 import sys
 import time
 
-from snapmla.bench.engine import MARK, EngineRun, points_of
+from snapmla.bench.engine import EngineRun, answer, points_of
 
 SPARE_TOKENS = 4
 """Tokens of each sequence after the window, so that none ends in it."""
-
-
-def answer(**values: object) -> None:
-    print(f"{MARK}{json.dumps(values)}", flush=True)
 
 
 def start(run: EngineRun):

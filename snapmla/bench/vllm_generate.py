@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 
-from snapmla.bench.engine import MARK
+from snapmla.bench.engine import answer
 from snapmla.bench.serving import GenerateRun
 
 
@@ -57,15 +57,14 @@ def main() -> None:
     done = llm.generate(given, params, use_tqdm=False)
     early, late = long_decode(llm.llm_engine, [prompt[:64] for prompt in run.prompts[:8]], run.long_steps)
     cache = llm.llm_engine.vllm_config.cache_config
-    answer = {
-        "tokens": [list(output.outputs[0].token_ids) for output in done],
-        "cached_tokens": sum(output.num_cached_tokens or 0 for output in done),
-        "kv_tokens": cache.num_gpu_blocks * cache.block_size,
-        "early_bytes": early,
-        "late_bytes": late,
-        "vllm": __version__,
-    }
-    print(f"{MARK}{json.dumps(answer)}", flush=True)
+    answer(
+        tokens=[list(output.outputs[0].token_ids) for output in done],
+        cached_tokens=sum(output.num_cached_tokens or 0 for output in done),
+        kv_tokens=cache.num_gpu_blocks * cache.block_size,
+        early_bytes=early,
+        late_bytes=late,
+        vllm=__version__,
+    )
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class SnapMLA(TemplateLM):
         logits = []
         for start, stop in _pieces(first, end):
             kept = self.model(
-                tokens[:, start:stop], use_cache=True, logits_to_keep=stop - max(start, first), **{hf.CACHE: cache}
+                tokens[:, start:stop], use_cache=True, logits_to_keep=max(stop - max(start, first), 1), **{hf.CACHE: cache}
             ).logits[0]
             logits += [kept] if stop > first else []
         scores = torch.cat(logits).float().log_softmax(-1)
