@@ -3,7 +3,7 @@
     python paper_figures/fig1.py --results results [--recorded results/recorded]
 
 Reads throughput/throughput.csv, and a recorded one where this run measured nothing. One panel per model and parallel
-layout. Measured bars are of one rank in vLLM, times the ranks; the model's value for the node is then a grey line. The batch
+layout. Measured bars are of a node in vLLM, or of one rank, times the ranks; the model's value for the node is then a grey line. The batch
 is printed below each context, SnapMLA over BF16 above each group. The paper prints one ratio (up to 1.91x, at DP8/TP1) and
 no tokens/s: it is drawn as a mark at 1.91 times our BF16 bar.
 """
@@ -19,10 +19,16 @@ from sources import PAPER, Results, Source
 from style import BADGE, GREY, VARIANTS, WIDTH, badge, context_name, footer, not_run, plt, save
 
 COLUMNS = (
-    "variant", "model", "layout", "context", "batch", "tokens_per_s", "source", "status", "reason", "gpu", "pool_gb",
+    "variant", "model", "layout", "context", "batch", "tokens_per_s", "source", "status", "reason", "gpu", "scope",
+    "pool_gb",
 )  # fmt: skip
-NAMES = {"bf16": "FlashMLA BF16", "fp8": "FlashMLA FP8 (per tensor)", "snapmla": "SnapMLA FP8"}
-COLORS = {"fp8": VARIANTS["flashmla_fp8"][1]} | {name: VARIANTS[name][1] for name in ("bf16", "snapmla")}
+ENGINES = {
+    "bf16": VARIANTS["flashmla_bf16"],
+    "fp8": VARIANTS["flashmla_fp8"],
+    "snapmla": ("SnapMLA FP8", *VARIANTS["snapmla"][1:]),
+}
+"""Label, colour and marker of each cache in vLLM."""
+COMMUNICATION = "what ranks send each other is left out"
 ROOM = 0.8
 """Width of a group of bars; the next one is 1 away."""
 
@@ -38,10 +44,15 @@ def measured(results: Results) -> tuple[Source, pd.DataFrame] | None:
     return next(((label, kept) for label, rows in tables if len(kept := whole_pool(rows))), None)
 
 
+def one_rank(rows: pd.DataFrame) -> bool:
+    """Whether a measured row is of one rank, not of all GPUs of its layout."""
+    return bool((rows["scope"] == "rank").any())
+
+
 def draw_bars(ax: Axes, rows: pd.DataFrame, modelled: pd.DataFrame, paper_speedup: float | None) -> None:
     """A group of bars per context, SnapMLA over BF16 above it, the batches below, the model's values as lines."""
     contexts = sorted(rows["context"].unique())
-    shown = [variant for variant in NAMES if variant in set(rows["variant"])]
+    shown = [variant for variant in ENGINES if variant in set(rows["variant"])]
     values, batches, model = (
         table.pivot_table(index="context", columns="variant", values=column).reindex(contexts, columns=shown)
         for table, column in ((rows, "tokens_per_s"), (rows, "batch"), (modelled, "tokens_per_s"))
@@ -50,7 +61,7 @@ def draw_bars(ax: Axes, rows: pd.DataFrame, modelled: pd.DataFrame, paper_speedu
     lefts = {variant: -ROOM / 2 + i * bar for i, variant in enumerate(shown)}
     for variant, left in lefts.items():
         places = [index + left + bar / 2 for index in range(len(contexts))]
-        ax.bar(places, values[variant], bar * 0.94, color=COLORS[variant], alpha=0.85)
+        ax.bar(places, values[variant], bar * 0.94, color=ENGINES[variant][1], alpha=0.85)
         ax.hlines(model[variant], [p - bar / 2 for p in places], [p + bar / 2 for p in places], color=GREY, lw=1.0, zorder=4)
     for index, context in enumerate(contexts):
         bf16, ours = (values.loc[context].get(variant, float("nan")) for variant in ("bf16", "snapmla"))
@@ -104,9 +115,9 @@ def build(results: Results) -> None:
             if row == len(models) - 1:
                 ax.set_xlabel("context; batch of each bar")
         axes[row, 0].set_ylabel(f"{model}\ntokens/s, node of 8 GPUs")
-    variants = [name for name in NAMES if name in {"bf16", "snapmla"} | set(found[1]["variant"] if found else ())]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[variant], alpha=0.85) for variant in variants]
-    names = [NAMES[variant] for variant in variants]
+    variants = [name for name in ENGINES if name in {"bf16", "snapmla"} | set(found[1]["variant"] if found else ())]
+    names, colors, _ = map(list, zip(*(ENGINES[variant] for variant in variants), strict=True))
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.85) for color in colors]
     if found:
         handles.append(plt.Line2D([], [], color=GREY, lw=1.0))
         names.append("the model, where bars are measured")
@@ -114,11 +125,13 @@ def build(results: Results) -> None:
     handles += [plt.Line2D([], [], color=BADGE["paper"], lw=1.3)]
     fig.legend(handles, names, loc="outside upper center", ncols=3)
     note = ""
-    if found:
+    if found and one_rank(found[1]):
         note = (
             " Measured bars: one rank of the layout in vLLM (its share of heads and experts, all layers, dummy weights), times "
-            "the ranks; what the ranks send each other is left out."
+            f"the ranks; {COMMUNICATION}."
         )
+    elif found:
+        note = " Measured bars: all GPUs of the layout in vLLM, dummy weights."
     footer(
         fig,
         "Batch: sequences per data-parallel group that fit the memory. Above the bars: SnapMLA over BF16. "

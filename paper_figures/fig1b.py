@@ -13,13 +13,12 @@ from collections.abc import Sequence
 
 import pandas as pd
 import sources
-from fig1 import COLORS, COLUMNS, NAMES
+from fig1 import COLUMNS, COMMUNICATION, ENGINES, one_rank, whole_pool
 from matplotlib.axes import Axes
 from sources import Results, Source
 from style import (
     GREEN,
     ORANGE,
-    VARIANTS,
     WIDTH,
     badge,
     context_name,
@@ -32,7 +31,6 @@ from style import (
 )
 
 STYLES = ("-", "--", ":", "-.")
-MARKERS = {"bf16": VARIANTS["bf16"][2], "fp8": VARIANTS["flashmla_fp8"][2], "snapmla": VARIANTS["snapmla"][2]}
 
 
 def pools(ax: Axes, rows: pd.DataFrame) -> None:
@@ -40,9 +38,9 @@ def pools(ax: Axes, rows: pd.DataFrame) -> None:
     sizes = sorted(rows["pool_gb"].fillna(float("inf")).unique(), reverse=True)
     for size, style in zip(sizes, STYLES, strict=False):
         own = rows[rows["pool_gb"].fillna(float("inf")) == size]
-        for variant in [name for name in NAMES if name in set(own["variant"])]:
+        for variant, (_, color, marker) in ENGINES.items():
             line = own[own["variant"] == variant].sort_values("context")
-            ax.plot(line["context"], line["tokens_per_s"], color=COLORS[variant], ls=style, marker=MARKERS[variant], ms=4)
+            ax.plot(line["context"], line["tokens_per_s"], color=color, ls=style, marker=marker, ms=4)
     handles = [plt.Line2D([], [], color="k", ls=style) for _, style in zip(sizes, STYLES, strict=False)]
     names = ["all that is left" if size == float("inf") else f"{size:g} GB" for size in sizes]
     ax.legend(handles, names, title="cache on each GPU", fontsize=6, title_fontsize=6)
@@ -54,9 +52,8 @@ def pools(ax: Axes, rows: pd.DataFrame) -> None:
 
 def factors(rows: pd.DataFrame) -> pd.DataFrame:
     """By context, of the whole pool: how much larger the batch is than BF16's, and how much shorter the step."""
-    whole = rows[rows["pool_gb"].isna()]
     batch, step = (
-        whole.pivot_table(index="context", columns="variant", values=column) for column in ("batch", "step_ms")
+        whole_pool(rows).pivot_table(index="context", columns="variant", values=column) for column in ("batch", "step_ms")
     )
     if not {"bf16", "snapmla"} <= set(batch.columns):
         return pd.DataFrame(columns=["batch", "step"])
@@ -107,10 +104,10 @@ def build(results: Results) -> None:
         explanation(axes[1], found)
     for ax in axes:
         badge(ax, label)
-    shown = [name for name in NAMES if name in set(rows["variant"])]
-    handles = [plt.Line2D([], [], color=COLORS[name], marker=MARKERS[name]) for name in shown]
-    fig.legend(handles, [NAMES[name] for name in shown], loc="outside upper center", ncols=3)
-    footer(fig, "Where only one rank was measured, what ranks send each other is left out (Fig 1).")
+    shown = [ENGINES[name] for name in ENGINES if name in set(rows["variant"])]
+    handles = [plt.Line2D([], [], color=color, marker=marker, label=label) for label, color, marker in shown]
+    fig.legend(handles=handles, loc="outside upper center", ncols=3)
+    footer(fig, f"Measured on one rank of the layout; {COMMUNICATION} (Fig 1)." if one_rank(rows) else "All GPUs of the layout.")
     save(fig, results.root, "fig1b")
 
 

@@ -197,6 +197,7 @@ def throughput() -> pd.DataFrame:
             "status": "ok",
             "reason": None,
             "gpu": None,
+            "scope": None,
             "pool_gb": None,
         }
         if (model, layout) == ("FAKE-B", "DP1/TP8"):

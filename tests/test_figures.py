@@ -392,6 +392,23 @@ def test_the_gain_is_batch_times_step(tmp_path: Path) -> None:
     assert re.findall(r'id="source-\d+-([a-z-]+)"', svg) == ["measured"] * 2
 
 
+@pytest.mark.parametrize("scope", ["rank", "node"])
+def test_a_node_is_not_called_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str) -> None:
+    fake = Fake()
+    engine_measured(fake)
+    table = fake.tables[THROUGHPUT]
+    fake.tables[THROUGHPUT] = table.assign(scope=table["scope"].where(table["scope"].isna(), scope))
+    root, claims = fake.write(tmp_path), importlib.import_module("claims")
+    notes = []
+    for name in ("fig1", "fig1b"):
+        monkeypatch.setattr(importlib.import_module(name), "footer", lambda fig, note="": notes.append(note))
+        assert draw(name, root) == 0
+    sources = importlib.import_module("sources")
+    row = claims.judge(sources.Results(root, root / "nothing recorded")).iloc[0]
+    for text in (*notes, row["detail"]):
+        assert ("send each other" in text) == (scope == "rank")
+
+
 def test_measured_bars_stand_beside_the_model(tmp_path: Path) -> None:
     fake = Fake()
     engine_measured(fake)
@@ -536,7 +553,7 @@ def without_b(fake: Fake) -> None:
 def engine_measured(fake: Fake, pool_gb: float | None = None) -> None:
     """Beside each modelled row one that was measured, at 0.9 of its tokens/s."""
     table = fake.tables[THROUGHPUT].query("status == 'ok'")
-    measured = table.assign(source="measured", gpu="NVIDIA H200", pool_gb=pool_gb, tokens_per_s=table["tokens_per_s"] * 0.9)
+    measured = table.assign(source="measured", gpu="NVIDIA H200", scope="rank", pool_gb=pool_gb, tokens_per_s=table["tokens_per_s"] * 0.9)
     fake.tables[THROUGHPUT] = pd.concat([fake.tables[THROUGHPUT], measured], ignore_index=True)
 
 
@@ -549,7 +566,7 @@ def partly_measured(fake: Fake) -> None:
     """One measured pair without a gain: the modelled pairs beside it do not count."""
     table = fake.tables[THROUGHPUT]
     pair = table.query("model == 'FAKE-A' and layout == 'DP8/TP1' and context == 16384")
-    measured = pair.assign(source="measured", gpu="NVIDIA H200", tokens_per_s=5000.0)
+    measured = pair.assign(source="measured", gpu="NVIDIA H200", scope="rank", tokens_per_s=5000.0)
     fake.tables[THROUGHPUT] = pd.concat([table, measured], ignore_index=True)
 
 
