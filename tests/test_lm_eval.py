@@ -18,7 +18,7 @@ pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (e
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from snapmla.integrations.lm_eval import SnapMLA, _pieces
+from snapmla.integrations.lm_eval import SnapMLA
 from snapmla.integrations.transformers import IMPLEMENTATION
 from snapmla.probe import harness
 
@@ -97,10 +97,3 @@ def test_generation_ends_where_it_is_told(origin: source.Source) -> None:
 
 def test_models_are_named_for_the_command_line() -> None:
     assert get_model("snapmla") is SnapMLA
-
-
-@pytest.mark.parametrize(("first", "end", "sizes"), [(0, 1, [1]), (0, 9, [8, 1]), (90, 100, [90, 8, 2])])
-def test_pieces_follow_each_other(first: int, end: int, sizes: list[int]) -> None:
-    pieces = _pieces(first, end)
-    assert [stop - start for start, stop in pieces] == sizes
-    assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]

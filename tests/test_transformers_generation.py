@@ -219,3 +219,10 @@ def test_bad_input_is_named() -> None:
                 )
             )
         )
+
+
+@pytest.mark.parametrize(("first", "end", "sizes"), [(0, 1, [1]), (0, 9, [8, 1]), (90, 100, [90, 8, 2])])
+def test_pieces_follow_each_other(first: int, end: int, sizes: list[int]) -> None:
+    pieces = hf.pieces(first, end)
+    assert [stop - start for start, stop in pieces] == sizes
+    assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]

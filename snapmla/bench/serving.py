@@ -15,7 +15,6 @@ from torch import Tensor
 from snapmla.bench.engine import answers_of, environment, start
 from snapmla.integrations import transformers as hf
 from snapmla.integrations.transformers_cache import PagedLatents
-from snapmla.layout import MAX_QUERIES
 
 
 @dataclass(frozen=True)
@@ -39,30 +38,12 @@ def generate(run: GenerateRun, python: str, settings: dict[str, str] | None = No
     return answers_of(start(command, environment() | (settings or {})), asdict(run))[-1]
 
 
-@torch.no_grad()
 def likeliest(
     model: hf.PreTrainedModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], variant: str
 ) -> Tensor:
     """The token that the model on `variant`'s cache would write in the place of each token of the answers, behind those before:
     int64 [prompts, tokens]. Answers have one length; prompts at least two tokens.
     """
-    device, width = model.device, max(map(len, prompts)) - 1
-    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros_like(tokens)
-    for i, prompt in enumerate(prompts):  # the last token of each prompt is decoded
-        tokens[i, width - len(prompt) + 1 :] = torch.tensor(prompt[:-1])
-        mask[i, width - len(prompt) + 1 :] = 1
-    last = torch.tensor([prompt[-1] for prompt in prompts])
-    decoded = torch.cat([last[:, None], torch.tensor([answer[:-1] for answer in answers], dtype=torch.int64)], 1)
-    tokens, mask, decoded = (x.to(device) for x in (tokens, mask, decoded))
-    cache = PagedLatents(len(hf.attention_layers(model)), variant, width + decoded.shape[1])
-    found = []
+    cache = PagedLatents(len(hf.attention_layers(model)), variant, max(map(len, prompts)) + len(answers[0]))
     with hf.enable(model, variant):
-        position = (mask.cumsum(1) - 1).clamp_min(0)
-        model(tokens, attention_mask=mask, position_ids=position, use_cache=True, logits_to_keep=1, **{hf.CACHE: cache})
-        for piece in decoded.split(MAX_QUERIES, 1):
-            mask = torch.cat([mask, torch.ones_like(piece)], 1)
-            position = mask.cumsum(1)[:, -piece.shape[1] :] - 1
-            logits = model(piece, attention_mask=mask, position_ids=position, use_cache=True, **{hf.CACHE: cache}).logits
-            found.append(logits.argmax(-1))
-    return torch.cat(found, 1).cpu()
+        return torch.cat([logits.argmax(-1) for logits in hf.forced(model, cache, prompts, answers)], 1).cpu()

@@ -17,11 +17,10 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 from snapmla.integrations import transformers as hf
 from snapmla.integrations.transformers_cache import PagedLatents
-from snapmla.layout import MAX_QUERIES
 from snapmla.quantization import SNAPMLA
 
 BYTES = 256
@@ -49,15 +48,13 @@ class SnapMLA(TemplateLM):
     ) -> None:
         super().__init__()
         if isinstance(pretrained, PreTrainedModel):
-            self.model, folder = pretrained, None
+            self.model = pretrained
         else:
             if device in (None, "auto"):
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             self.model = hf.load(pretrained, "auto" if device == "cpu" else torch.bfloat16).to(device)
-            folder = Path(pretrained)
-        if folder and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        elif self.model.config.vocab_size != BYTES:
+            self.tokenizer = hf.load_tokenizer(pretrained)
+        if self.tokenizer is None and self.model.config.vocab_size != BYTES:
             raise ValueError(
                 f"pretrained must have a tokenizer beside its {self.model.config.vocab_size} tokens, got none."
             )
@@ -89,7 +86,6 @@ class SnapMLA(TemplateLM):
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
-    @torch.no_grad()
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs
     ) -> list[tuple[float, bool]]:
@@ -97,17 +93,9 @@ class SnapMLA(TemplateLM):
         return [self._score(context, continuation) for _, context, continuation in requests]
 
     def _score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        tokens = torch.tensor([context + continuation], device=self.model.device)
-        first, end = len(context) - 1, tokens.shape[1] - 1
-        cache = PagedLatents(self._layers, self.variant, tokens.shape[1])
-        logits = []
-        for start, stop in _pieces(first, end):
-            kept = self.model(
-                tokens[:, start:stop], use_cache=True, logits_to_keep=max(stop - max(start, first), 1), **{hf.CACHE: cache}
-            ).logits[0]
-            logits += [kept] if stop > first else []
-        scores = torch.cat(logits).float().log_softmax(-1)
-        target = tokens[0, first + 1 :]
+        cache = PagedLatents(self._layers, self.variant, len(context) + len(continuation))
+        logits = torch.cat(list(hf.forced(self.model, cache, [context], [continuation])), 1)[0]
+        scores, target = logits.float().log_softmax(-1), torch.tensor(continuation, device=logits.device)
         return scores.gather(1, target[:, None]).sum().item(), torch.equal(scores.argmax(-1), target)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -143,12 +131,6 @@ class SnapMLA(TemplateLM):
         for stop in until:
             text = text.split(stop)[0]
         return text
-
-
-def _pieces(first: int, end: int) -> list[tuple[int, int]]:
-    """Which tokens go through the model at once: those before `first` in a prefill, then as many as a decode call takes."""
-    starts = range(first, end, MAX_QUERIES)
-    return [(0, first)] * (first > 0) + [(start, min(start + MAX_QUERIES, end)) for start in starts]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ given. What is left to do here is the absorption (DeepSeek-V2, section 2.1.3):
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -103,6 +109,13 @@ def load(path: str | os.PathLike, dtype: torch.dtype | str = "auto") -> PreTrain
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
     attention_layers(model)
     return model.eval()
+
+
+def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a checkpoint's folder, None where there is none."""
+    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -310,6 +323,38 @@ class Enabled:
         out = pages.decode(q, paging, scaling)
         _, w_uv = _up_projections(module, query.dtype)
         return torch.einsum("bnhc,hvc->bhnv", out.to(query.dtype), w_uv)
+
+
+@torch.no_grad()
+def forced(
+    model: PreTrainedModel, cache: PagedLatents, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> Iterator[Tensor]:
+    """Logits of an enabled model for each token of the answers, behind those before it: [sequences, n, vocab] for n tokens at
+    a time.
+
+    All but the last token of each prompt is prefilled, the rest goes through the decode calls. cache: an empty one. Answers
+    have one length; prompts have at least one token, or two where their lengths differ.
+    """
+    width = max(map(len, prompts)) - 1
+    tokens = torch.zeros(len(prompts), width + len(answers[0]), dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        text = torch.tensor([*prompt, *answer[:-1]])
+        tokens[i, -len(text) :], mask[i, -len(text) :] = text, 1
+    tokens, mask = tokens.to(model.device), mask.to(model.device)
+    position = (mask.cumsum(1) - 1).clamp_min(0)
+    for start, stop in pieces(width, tokens.shape[1]):
+        places = {"attention_mask": mask[:, :stop], "position_ids": position[:, start:stop]}
+        kept = stop - start if start >= width else 1
+        logits = model(tokens[:, start:stop], **places, use_cache=True, logits_to_keep=kept, **{CACHE: cache}).logits
+        if stop > width:
+            yield logits
+
+
+def pieces(first: int, end: int) -> list[tuple[int, int]]:
+    """Which tokens go through a model at once: those before `first` in a prefill, then as many as a decode call takes."""
+    starts = range(first, end, MAX_QUERIES)
+    return [(0, first)] * (first > 0) + [(start, min(start + MAX_QUERIES, end)) for start in starts]
 
 
 def _prefill(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from snapmla.integrations import transformers as hf
 from snapmla.probe import corpus
@@ -48,8 +48,7 @@ def load(path: str | os.PathLike, *, probe: bool, device: torch.device | str = "
         name, weights_source = "probe", "trained by this workflow"
     else:
         name, weights_source = folder.resolve().name, f"local {model.config.model_type} checkpoint"
-    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if (tokenizer := hf.load_tokenizer(folder)) is not None:
         ids = tokenizer(bytes(text.heldout.numpy()).decode(errors="replace"), add_special_tokens=False)[
             "input_ids"
         ]
