@@ -87,8 +87,9 @@ def run_of(**changes: object) -> engine.EngineRun:
 
 def program(folder: Path, text: str) -> str:
     """A stand-in for a Python, which is started like one."""
-    path = folder / "python"
-    path.write_text(f"#!{sys.executable}\n{text}")
+    path, script = folder / "python", folder / "stand_in.py"
+    script.write_text(text)
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')  # a "#!" takes no path with a space
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
 
