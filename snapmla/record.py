@@ -29,6 +29,7 @@ TABLES = {
     "ceilings.csv": "kernel_bench/ceilings.csv",
     "flat_attention.csv": "accumulation/kernels.csv",
     "throughput.csv": "throughput/throughput.csv",
+    "step_kernels.csv": "throughput/step_kernels.csv",
     "serving.csv": "serving/serving.csv",
     "quality.csv": "quality/quality.csv",
     "fidelity.csv": "fidelity/layer_error.csv",

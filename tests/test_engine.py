@@ -199,18 +199,32 @@ def test_the_program_measures_each_batch_once(vllm, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stdin", stdin)
     windows = []
     monkeypatch.setattr(vllm_decode, "window", lambda *arguments: windows.append(arguments[1:4]) or 0.003 * len(windows))
+    kernel = {"kernel": "k", "calls": 1.0, "ms": 0.5}
+    monkeypatch.setattr(vllm_decode, "kernels", lambda engine, name, *point: [kernel | {"kernel": f"{name}{point}"}])
     vllm_decode.main()
     started, *points = [json.loads(line[len(engine.MARK) :]) for line in capsys.readouterr().out.splitlines()]
     assert started["kv_tokens"] == 640 and started["vllm"] == "0.25.1" and not given
     assert windows == [("128-2-0", 128, 2), ("128-2-1", 128, 2)]  # 3 would fit, 2 may run
     assert [p["batch"] for p in points] == [2, 2, 0] and "step_ms" not in points[2]
     assert points[0]["step_ms"] == pytest.approx(4.5) and points[0]["spread"] == pytest.approx(1.0)
+    assert [found["kernel"] for found in points[0]["kernels"]] == ["128-2-profiled(128, 2, 2)"] and "kernels" not in points[1]
+
+
+def test_the_profiler_sees_the_window_only(vllm, monkeypatch: pytest.MonkeyPatch):
+    fake, seen = FakeEngine(monkeypatch), []
+    profiler = types.SimpleNamespace(start=lambda: seen.append(fake.now), stop=lambda: seen.append(fake.now))
+    vllm_decode.window(fake, "a", 128, 3, 2, 5, profiler)
+    assert seen == pytest.approx([0.102, 0.112])
 
 
 def answers(run: engine.EngineRun, python: str, report) -> list[dict]:
     """Of a pool of 300,000 tokens: 30 ms a step and 1 ms for each sequence."""
     points = engine.points_of(run.contexts, run.pools_bytes, 300_000, run.token_bytes, 76)
     timed = [p | ({"step_ms": 30.0 + p["batch"], "spread": 0.01} if p["batch"] else {}) for p in points]
+    names = "void snapmla::sm90::decode_kernel<1>", "void snapmla::sm90::append", "nvjet_gemm"
+    for point in timed:
+        if point["pool_bytes"] is None:
+            point["kernels"] = [{"kernel": name, "calls": 61.0, "ms": 1.0 + i} for i, name in enumerate(names)]
     return [{"kv_tokens": 300_000, "vllm": "0.25.1", "start_s": 9.0}, *timed]
 
 
@@ -224,7 +238,12 @@ class TestRows:
 
     def test_one_row_for_each_point(self):
         cfg = compose("throughput", "contexts=[16384,131072]", "measure.pools_gb=[null,1]")
-        rows = throughput.measured_rows(cfg, lambda message: None)
+        rows, kernels = throughput.measured_rows(cfg, lambda message: None)
+        assert len(kernels) == 3 * 2 * 3 and all(tuple(row) == throughput.KERNEL_COLUMNS for row in kernels)
+        assert {(row["context"], row["batch"], row["status"]) for row in kernels if row["variant"] == "snapmla"} == {
+            (16384, 18, "ok"), (131072, 2, "ok"),
+        }  # fmt: skip
+        assert {row["attention_ms"] for row in rows} == {3.0, None}
         assert len(rows) == 3 * 2 * 2 and all(tuple(row) == throughput.COLUMNS for row in rows)
         by = {(row["variant"], row["pool_gb"], row["context"]): row for row in rows}
         whole = by["snapmla", None, 16384]
@@ -251,7 +270,7 @@ class TestRows:
         monkeypatch.setattr(throughput.torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(engine, "write_model", lambda folder, config: configs.append(config))
         cfg = compose("throughput", "measure.layouts=[DP4/TP2]", f"measure.scope={scope}", "measure.variants=[snapmla]")
-        rows = throughput.measured_rows(cfg, lambda message: None)
+        rows, _ = throughput.measured_rows(cfg, lambda message: None)
         assert {row["scope"] for row in rows} == {expected}
         (run,), (config,) = self.runs, configs
         sizes = run.tensor_parallel_size, run.data_parallel_size, config["num_attention_heads"], config["n_routed_experts"]
@@ -261,7 +280,7 @@ class TestRows:
     def test_a_dry_run_says_what_would_run(self):
         said: list[str] = []
         cfg = compose("throughput", "measure.enabled=dry", "measure.scope=node", "measure.layouts=[DP1/TP8,DP4/TP2,DP8/TP1]")
-        assert throughput.measured_rows(cfg, said.append) == [] and not self.runs and len(said) == 9
+        assert throughput.measured_rows(cfg, said.append) == ([], []) and not self.runs and len(said) == 9
         plans = [json.loads(line[line.index("{") :]) for line in said]
         assert [len(plan["environments"]) for plan in plans] == [1, 1, 1, 4, 4, 4, 8, 8, 8]
         assert [env["VLLM_DP_RANK"] for env in plans[-1]["environments"]] == list("01234567")
@@ -269,11 +288,11 @@ class TestRows:
 
     def test_a_machine_without_vllm_says_so(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: "FAKE reason.")
-        rows = throughput.measured_rows(compose("throughput"), lambda message: None)
+        rows, _ = throughput.measured_rows(compose("throughput"), lambda message: None)
         assert [(row["variant"], row["status"], row["reason"]) for row in rows] == [
             (variant, "not run", "FAKE reason.") for variant in ("bf16", "fp8", "snapmla")
         ]
-        assert throughput.measured_rows(compose("throughput", "measure.enabled=no"), lambda message: None) == []
+        assert throughput.measured_rows(compose("throughput", "measure.enabled=no"), lambda message: None) == ([], [])
 
     @pytest.mark.parametrize(
         ("override", "message"),

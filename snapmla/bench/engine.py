@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,9 @@ BACKENDS = {"bf16": ("FLASHMLA", "auto"), "fp8": ("FLASHMLA", "fp8"), "snapmla":
 
 BYTES = CACHE_BYTES_PER_TOKEN | {"fp8": QK_HEAD_DIM}
 """Bytes of a cached token in one layer."""
+
+ATTENTION_KERNELS = re.compile(r"snapmla|flash_fwd_splitkv_mla|flash_fwd_mla|get_mla_metadata|concat_and_cache_mla|flash_mla")
+"""Names of the kernels that are a backend's: decode, its schedule and its combination, writes to the cache, quantization."""
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
 """Where the processes find this package, if their Python has it not."""
@@ -227,7 +231,8 @@ def engine_plan(run: EngineRun, python: str) -> dict:
 
 def measure(run: EngineRun, python: str, report: Callable[[str], None]) -> list[dict]:
     """What the processes answer, as dictionaries: the engine first (kv_tokens, vllm, start_s), then its points (context,
-    pool_bytes, batch, and step_ms and spread unless the batch is 0). Of several groups the slowest step and the smallest batch.
+    pool_bytes, batch, and step_ms and spread unless the batch is 0; kernels in the whole pool, where the engine is one process
+    with the program). Of several groups the slowest step and the smallest batch.
 
     Raises RuntimeError with a process's last line where it fails; the others are then ended.
     """
@@ -248,8 +253,13 @@ def measure(run: EngineRun, python: str, report: Callable[[str], None]) -> list[
         of_groups = [done.result() for done in as_completed(waiting)]
     answers = [_slowest(of_point) for of_point in zip(*of_groups, strict=True)]
     for answer in answers:
-        report(", ".join(f"{name} {value}" for name, value in answer.items()))
+        report(", ".join(f"{name} {value}" for name, value in answer.items() if name != "kernels"))
     return answers
+
+
+def attention_ms(kernels: Sequence[Mapping]) -> float | None:
+    """Of a step, of the kernels (kernel, ms) that a profile has found; None without any."""
+    return sum(found["ms"] for found in kernels if ATTENTION_KERNELS.search(found["kernel"])) if kernels else None
 
 
 def _slowest(of_groups: Sequence[dict]) -> dict:

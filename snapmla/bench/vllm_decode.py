@@ -4,7 +4,8 @@ data-parallel group, told by the environment (`engine.environment`).
     python -m snapmla.bench.vllm_decode < run.json       # an `engine.EngineRun`
 
 Prefill is skipped: `RandomDecodeBench` hands each request a cached prompt. A window begins when every sequence has made its
-warm-up tokens and ends when every one has made `steps` more; scheduling, sampling and the host's work are in it.
+warm-up tokens and ends when every one has made `steps` more; scheduling, sampling and the host's work are in it. One more
+window of each point in the whole pool runs under torch's profiler and says where a step goes; none of its times is a step's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from snapmla.bench.engine import EngineRun, answer, points_of
 
 SPARE_TOKENS = 4
 """Tokens of each sequence after the window, so that none ends in it."""
+
+PROFILED_STEPS = 8
 
 
 def start(run: EngineRun):
@@ -47,8 +50,8 @@ def start(run: EngineRun):
     )
 
 
-def window(engine, name: str, context: int, batch: int, warmup: int, steps: int) -> float:
-    """Seconds a step of `batch` sequences."""
+def window(engine, name: str, context: int, batch: int, warmup: int, steps: int, profiler=None) -> float:
+    """Seconds a step of `batch` sequences. profiler: torch's, which sees the window."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -66,10 +69,28 @@ def window(engine, name: str, context: int, batch: int, warmup: int, steps: int)
         now, least = time.perf_counter(), min(made.values()) if len(made) == batch else 0
         if began is None and least >= warmup:
             began = now, sum(made.values())
+            if profiler:
+                profiler.start()
         if ended is None and least >= warmup + steps:
             ended = now, sum(made.values())
+            if profiler:
+                profiler.stop()
     seconds, tokens = ended[0] - began[0], ended[1] - began[1]
     return seconds * batch / tokens
+
+
+def kernels(engine, name: str, context: int, batch: int, warmup: int) -> list[dict]:
+    """What the GPU does in a step, longest first: kernel, calls and milliseconds of each name."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    window(engine, name, context, batch, warmup, PROFILED_STEPS, profiler)
+    found = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    return [
+        {"kernel": event.key, "calls": event.count / PROFILED_STEPS, "ms": event.self_device_time_total / PROFILED_STEPS * 1e-3}
+        for event in sorted(found, key=lambda event: -event.self_device_time_total)
+    ]
 
 
 def main() -> None:
@@ -91,6 +112,8 @@ def main() -> None:
             ]
         times = found.get(key, [])
         measured = {"step_ms": statistics.median(times) * 1e3, "spread": max(times) / min(times) - 1} if times else {}
+        if times and point["pool_bytes"] is None:
+            measured["kernels"] = kernels(llm.llm_engine, f"{context}-{batch}-profiled", context, batch, run.warmup)
         answer(**point | {"batch": batch} | measured)
 
 

@@ -4,7 +4,8 @@
     python -m snapmla.experiments.throughput measure.python=/opt/vllm/bin/python measure.pools_gb=[null]
 
 Measured, on Hopper GPUs with vLLM (`snapmla.bench.engine`): a layout where there are as many GPUs, else one of its ranks, its
-step, and the node's tokens/s as if all ranks took as long and sent each other nothing.
+step, and the node's tokens/s as if all ranks took as long and sent each other nothing. step_kernels.csv then has the kernels of
+a rank's step.
 
 Modelled: a step of a decode batch is the attention of all layers plus everything else:
 
@@ -41,6 +42,11 @@ from snapmla.roofline import GPU, decode_roofline, get_gpu
 COLUMNS = (
     "variant", "model", "layout", "context", "bytes_per_token", "memory_gb", "batch", "step_ms",
     "attention_ms", "tokens_per_s", "source", "status", "reason", "gpu", "scope", "pool_gb", "spread", "engine",
+)  # fmt: skip
+
+KERNEL_COLUMNS = (
+    "variant", "model", "layout", "context", "batch", "kernel", "calls", "ms", "source", "status", "reason", "gpu", "scope",
+    "engine",
 )  # fmt: skip
 
 
@@ -217,9 +223,9 @@ def engine_run(cfg: ThroughputConfig, model: MLAModel, layout: ParallelLayout, v
     )
 
 
-def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> list[dict]:
+def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> tuple[list[dict], list[dict]]:
     """The rows that vLLM gives, one per model, layout, variant, pool and context; or one per model, layout and variant
-    that says why not. With measure.enabled=dry none: the processes that would run are told."""
+    that says why not. With measure.enabled=dry none: the processes that would run are told. Then the rows of step_kernels.csv."""
     measure, gpu = cfg.measure, hopper_gpu()
     for key, value, known in (
         ("enabled", [measure.enabled], ("auto", "dry", "no")),
@@ -229,10 +235,10 @@ def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> lis
         if unknown := set(value) - set(known):
             raise ValueError(f"measure.{key} must be among {', '.join(known)}, got {min(unknown)!r}.")
     if measure.enabled == "no":
-        return []
+        return [], []
     dry, python = measure.enabled == "dry", measure.python or sys.executable
     reason = None if dry else engine.why_not(python, gpu)
-    rows = []
+    rows, kernels = [], []
     for name, layout_name, variant in itertools.product(measure.models, measure.layouts, measure.variants):
         model, layout = get_model(name), ParallelLayout.parse(layout_name)
         node = measure.scope == "node" or (measure.scope == "auto" and torch.cuda.device_count() >= layout.gpus)
@@ -251,8 +257,13 @@ def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> lis
         with tempfile.TemporaryDirectory() as folder:
             engine.write_model(Path(folder), config)
             run = engine_run(cfg, model, layout, variant, node, folder)
-            rows += _rows_of(row, engine.measure(run, python, progress), run.token_bytes, layout.dp)
-    return rows
+            answers = engine.measure(run, python, progress)
+        own = _rows_of(row, answers, run.token_bytes, layout.dp)
+        rows += own
+        for at, point in zip(own, answers[1:], strict=True):
+            of_point = {name: at.get(name) for name in KERNEL_COLUMNS}
+            kernels += [of_point | kernel for kernel in point.get("kernels", ())]
+    return rows, kernels
 
 
 def _rows_of(row: dict, answers: list[dict], token_bytes: int, dp: int) -> list[dict]:
@@ -270,6 +281,7 @@ def _rows_of(row: dict, answers: list[dict], token_bytes: int, dp: int) -> list[
         }
         if batch:
             found |= {"step_ms": point["step_ms"], "spread": point["spread"], "status": "ok"}
+            found["attention_ms"] = engine.attention_ms(point.get("kernels", ()))
             found["tokens_per_s"] = batch * dp / point["step_ms"] * 1e3
         else:
             found |= {"status": "not run", "reason": f"The pool must hold a sequence of {context} tokens."}
@@ -280,8 +292,10 @@ def _rows_of(row: dict, answers: list[dict], token_bytes: int, dp: int) -> list[
 @application("throughput", ThroughputConfig)
 def main(cfg: ThroughputConfig, run: Run) -> None:
     rows = table(cfg)
-    measured = measured_rows(cfg, run.progress)
+    measured, kernels = measured_rows(cfg, run.progress)
     run.write_table("throughput.csv", rows + measured)
+    nothing = {"source": "measured", "status": "not run", "reason": "No process of its own was measured in the whole pool."}
+    run.write_table("step_kernels.csv", kernels or [dict.fromkeys(KERNEL_COLUMNS) | nothing])
     fitting = sum(row["status"] == "ok" for row in rows)
     run.progress(f"{fitting} of {len(rows)} modelled points fit the {cfg.engine.gpu}")
     for reason in sorted({row["reason"] for row in measured if row["reason"]}):

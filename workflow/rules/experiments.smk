@@ -45,7 +45,7 @@ EXPERIMENTS = {
     ),
     "accumulation": dict(needs=["kernels/kernels.csv"], makes=["accumulation.csv", "kernels.csv"]),
     "kernel_bench": dict(needs=["kernels/kernels.csv"], makes=["kernel_bench.csv", "latency.csv", "ceilings.csv", "roofline.csv"], gpu=1),
-    "throughput": dict(needs=["kernels/kernels.csv"], makes=["throughput.csv"], gpu=1),
+    "throughput": dict(needs=["kernels/kernels.csv"], makes=["throughput.csv", "step_kernels.csv"], gpu=1),
     "serving": dict(
         needs=["kernels/kernels.csv", "probe/model/config.json", "probe/model/model.safetensors"],
         makes=["serving.csv"],
