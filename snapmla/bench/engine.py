@@ -12,6 +12,7 @@ The engine runs in `snapmla.bench.vllm_decode`, by a Python that has vLLM; nothi
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -52,10 +53,11 @@ class EngineRun:
         backend, kv_cache_dtype: vLLM's.
         contexts: cached tokens of each sequence.
         pools_bytes: cache pools, of which the batches follow; None: all that the engine has.
+        temperatures: of sampling. The first for all pools, the others for the whole one.
         token_bytes: of a cached token in all layers.
         warmup, steps: tokens of each sequence before the window that is timed, and in it.
         repetitions: of each point.
-        max_num_seqs: upper bound of the batches.
+        batches: that may come about. Each has a CUDA graph of its own, so that none is padded; the largest bounds them.
         tensor_parallel_size, data_parallel_size: 1 and 1 for one rank; experts are spread over all GPUs.
     """
 
@@ -64,11 +66,12 @@ class EngineRun:
     kv_cache_dtype: str
     contexts: list[int]
     pools_bytes: list[float | None]
+    temperatures: list[float]
     token_bytes: int
     warmup: int
     steps: int
     repetitions: int
-    max_num_seqs: int
+    batches: list[int]
     gpu_memory_utilization: float
     compilation_config: dict
     tensor_parallel_size: int = 1
@@ -230,8 +233,8 @@ def engine_plan(run: EngineRun, python: str) -> dict:
 
 
 def measure(run: EngineRun, python: str, report: Callable[[str], None]) -> list[dict]:
-    """What the processes answer, as dictionaries: the engine first (kv_tokens, vllm, start_s), then its points (context,
-    pool_bytes, batch, and step_ms and spread unless the batch is 0; kernels in the whole pool, where the engine is one process
+    """What the processes answer, as dictionaries: the engine first (kv_tokens, vllm, start_s), then its points (`points_of`,
+    and step_ms and spread unless the batch is 0; kernels in the whole pool, where the engine is one process
     with the program). Of several groups the slowest step and the smallest batch.
 
     Raises RuntimeError with a process's last line where it fails; the others are then ended.
@@ -294,11 +297,25 @@ def write_model(folder: Path, config: Mapping[str, object]) -> Path:
     return folder
 
 
-def points_of(contexts: Sequence[int], pools: Sequence[float | None], kv_tokens: int, token_bytes: int, generated: int) -> list[dict]:
-    """Context, pool and batch of every point. A pool larger than the engine's is the engine's."""
+SPARE_TOKENS = 4
+"""Tokens of each sequence after the window that is timed, so that none ends in it."""
+
+
+def points_of(run: EngineRun, kv_tokens: int) -> list[dict]:
+    """Temperature, pool, context and batch of every point. A pool larger than the engine's is the engine's."""
     points = []
-    for pool in pools:
-        tokens = kv_tokens if pool is None else min(kv_tokens, tokens_in(pool, token_bytes))
-        for context in contexts:
-            points.append({"context": context, "pool_bytes": pool, "batch": sequences_in(tokens, context + generated)})
+    for temperature, pool in itertools.product(run.temperatures, run.pools_bytes):
+        if pool is not None and temperature != run.temperatures[0]:
+            continue
+        tokens = kv_tokens if pool is None else min(kv_tokens, tokens_in(pool, run.token_bytes))
+        for context in run.contexts:
+            batch = sequences_in(tokens, context + run.warmup + run.steps + SPARE_TOKENS)
+            points.append({"temperature": temperature, "pool_bytes": pool, "context": context, "batch": batch})
     return points
+
+
+def batches_of(run: EngineRun, kv_tokens: float) -> list[int]:
+    """Of every point, where the engine will hold about so many tokens (within a twentieth)."""
+    few, many = (points_of(run, int(kv_tokens * share)) for share in (0.95, 1.05))
+    ranges = [range(low["batch"], high["batch"] + 1) for low, high in zip(few, many, strict=True)]
+    return sorted(set().union(*ranges) - {0})

@@ -11,14 +11,13 @@ window of each point in the whole pool runs under torch's profiler and says wher
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 
-from snapmla.bench.engine import EngineRun, answer, points_of
-
-SPARE_TOKENS = 4
-"""Tokens of each sequence after the window, so that none ends in it."""
+from snapmla.bench.engine import SPARE_TOKENS, EngineRun, answer, points_of
 
 PROFILED_STEPS = 8
 
@@ -35,8 +34,8 @@ def start(run: EngineRun):
         attention_backend=run.backend,
         kv_cache_dtype=run.kv_cache_dtype,
         max_model_len=max(run.contexts) + generated + 1,
-        max_num_seqs=run.max_num_seqs,
-        max_num_batched_tokens=max(2048, run.max_num_seqs),
+        max_num_seqs=max(run.batches),
+        max_num_batched_tokens=max(2048, *run.batches),
         gpu_memory_utilization=run.gpu_memory_utilization,
         enable_prefix_caching=False,
         tensor_parallel_size=run.tensor_parallel_size,
@@ -46,17 +45,18 @@ def start(run: EngineRun):
             "kv_connector_module_path": "snapmla.integrations.vllm.decode_bench",
             "kv_role": "kv_both",
         },
-        compilation_config=run.compilation_config,
+        compilation_config={"cudagraph_capture_sizes": run.batches} | run.compilation_config,
     )
 
 
-def window(engine, name: str, context: int, batch: int, warmup: int, steps: int, profiler=None) -> float:
-    """Seconds a step of `batch` sequences. profiler: torch's, which sees the window."""
+def window(engine, name: str, point: dict, warmup: int, steps: int, profiler=None) -> float:
+    """Seconds a step of a point (`points_of`). profiler: torch's, which sees the window."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
+    context, batch = point["context"], point["batch"]
     params = SamplingParams(
-        max_tokens=warmup + steps + SPARE_TOKENS, ignore_eos=True, temperature=0.0, detokenize=False
+        max_tokens=warmup + steps + SPARE_TOKENS, ignore_eos=True, temperature=point["temperature"], detokenize=False
     )
     for i in range(batch):
         prompt = [(7 * i + j) % 9000 + 3 for j in range(context)]
@@ -79,18 +79,30 @@ def window(engine, name: str, context: int, batch: int, warmup: int, steps: int,
     return seconds * batch / tokens
 
 
-def kernels(engine, name: str, context: int, batch: int, warmup: int) -> list[dict]:
+def kernels(engine, name: str, point: dict, warmup: int) -> list[dict]:
     """What the GPU does in a step, longest first: kernel, calls and milliseconds of each name."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     profiler = profile(activities=[ProfilerActivity.CUDA])
-    window(engine, name, context, batch, warmup, PROFILED_STEPS, profiler)
-    found = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    window(engine, name, point, warmup, PROFILED_STEPS, profiler)
+    ran = [(e.time_range.start, e.time_range.end, e.name) for e in profiler.events() if e.device_type == DeviceType.CUDA]
     return [
-        {"kernel": event.key, "calls": event.count / PROFILED_STEPS, "ms": event.self_device_time_total / PROFILED_STEPS * 1e-3}
-        for event in sorted(found, key=lambda event: -event.self_device_time_total)
+        {"kernel": kernel, "calls": calls / PROFILED_STEPS, "ms": time / PROFILED_STEPS * 1e-3}
+        for kernel, (calls, time) in sorted(own_time(ran).items(), key=lambda found: -found[1][1])
     ]
+
+
+def own_time(ran: Iterable[tuple[float, float, str]]) -> dict[str, tuple[int, float]]:
+    """Calls and time of each name, of (begin, end, name). Where kernels overlap, the time is the one's that began first: one
+    that waits for another, as programmatic dependent launch has it, does nothing yet."""
+    found: dict[str, tuple[int, float]] = {}
+    busy_until = -math.inf
+    for begin, end, name in sorted(ran):
+        calls, time = found.get(name, (0, 0.0))
+        found[name] = calls + 1, time + max(0.0, end - max(begin, busy_until))
+        busy_until = max(busy_until, end)
+    return found
 
 
 def main() -> None:
@@ -102,19 +114,18 @@ def main() -> None:
     from vllm import __version__
 
     answer(kv_tokens=kv_tokens, vllm=__version__, start_s=round(time.perf_counter() - begin, 1))
-    generated, found = run.warmup + run.steps + SPARE_TOKENS, {}
-    for point in points_of(run.contexts, run.pools_bytes, kv_tokens, run.token_bytes, generated):
-        key = context, batch = point["context"], min(point["batch"], run.max_num_seqs)
-        if batch and key not in found:  # pools may hold as many
-            found[key] = [
-                window(llm.llm_engine, f"{context}-{batch}-{i}", context, batch, run.warmup, run.steps)
-                for i in range(run.repetitions)
-            ]
-        times = found.get(key, [])
-        measured = {"step_ms": statistics.median(times) * 1e3, "spread": max(times) / min(times) - 1} if times else {}
-        if times and point["pool_bytes"] is None:
-            measured["kernels"] = kernels(llm.llm_engine, f"{context}-{batch}-profiled", context, batch, run.warmup)
-        answer(**point | {"batch": batch} | measured)
+    found: dict[tuple, dict] = {}
+    for point in points_of(run, kv_tokens):
+        point["batch"] = min(point["batch"], max(run.batches))
+        key = point["temperature"], point["context"], point["batch"]
+        name = "-".join(map(str, key))
+        if point["batch"] and key not in found:  # pools may hold as many
+            times = [window(llm.llm_engine, f"{name}-{i}", point, run.warmup, run.steps) for i in range(run.repetitions)]
+            found[key] = {"step_ms": statistics.median(times) * 1e3, "spread": max(times) / min(times) - 1}
+        measured = found.get(key, {})
+        if measured and point["pool_bytes"] is None:
+            measured = measured | {"kernels": kernels(llm.llm_engine, f"{name}-profiled", point, run.warmup)}
+        answer(**point | measured)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -41,12 +40,12 @@ from snapmla.roofline import GPU, decode_roofline, get_gpu
 
 COLUMNS = (
     "variant", "model", "layout", "context", "bytes_per_token", "memory_gb", "batch", "step_ms",
-    "attention_ms", "tokens_per_s", "source", "status", "reason", "gpu", "scope", "pool_gb", "spread", "engine",
+    "attention_ms", "tokens_per_s", "source", "status", "reason", "gpu", "scope", "pool_gb", "spread", "engine", "temperature",
 )  # fmt: skip
 
 KERNEL_COLUMNS = (
-    "variant", "model", "layout", "context", "batch", "kernel", "calls", "ms", "source", "status", "reason", "gpu", "scope",
-    "engine",
+    "variant", "model", "layout", "context", "batch", "temperature", "kernel", "calls", "ms", "source", "status", "reason", "gpu",
+    "scope", "engine",
 )  # fmt: skip
 
 
@@ -85,6 +84,7 @@ class MeasureConfig:
     layouts: list[str] = MISSING
     variants: list[str] = MISSING
     pools_gb: list[float | None] = MISSING
+    temperatures: list[float] = MISSING
     warmup: int = MISSING
     steps: int = MISSING
     repetitions: int = MISSING
@@ -202,25 +202,27 @@ def engine_run(cfg: ThroughputConfig, model: MLAModel, layout: ParallelLayout, v
     measure, (backend, dtype) = cfg.measure, engine.BACKENDS[variant]
     token_bytes = model.attention_layers * engine.BYTES[variant]
     try:
-        estimate = cfg.engine.budget().cache_bytes(model, layout) / (token_bytes * min(cfg.contexts))
+        kv_tokens = cfg.engine.budget().cache_bytes(model, layout) / token_bytes
     except DoesNotFit as error:
         raise ValueError(f"measure.models and measure.layouts must fit the {cfg.engine.gpu}: {error}") from None
-    return engine.EngineRun(
+    run = engine.EngineRun(
         model=folder,
         backend=backend,
         kv_cache_dtype=dtype,
         contexts=cfg.contexts,
         pools_bytes=[gb and gb * 1e9 for gb in measure.pools_gb],
+        temperatures=measure.temperatures,
         token_bytes=token_bytes,
         warmup=measure.warmup,
         steps=measure.steps,
         repetitions=measure.repetitions,
-        max_num_seqs=8 * math.ceil(1.15 * estimate / 8),  # the engine says what fits
+        batches=[],
         gpu_memory_utilization=cfg.engine.gpu_memory_utilization,
         compilation_config=measure.compilation_config,
         tensor_parallel_size=layout.tp if node else 1,
         data_parallel_size=layout.dp if node else 1,
     )
+    return replace(run, batches=engine.batches_of(run, kv_tokens))
 
 
 def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> tuple[list[dict], list[dict]]:
@@ -274,6 +276,7 @@ def _rows_of(row: dict, answers: list[dict], token_bytes: int, dp: int) -> list[
         pool, batch, context = point["pool_bytes"], point["batch"], point["context"]
         found = row | {
             "context": context,
+            "temperature": point["temperature"],
             "pool_gb": pool and pool / 1e9,
             "memory_gb": min(whole, pool or whole) / 1e9,
             "engine": f"vLLM {started['vllm']}",
@@ -300,9 +303,12 @@ def main(cfg: ThroughputConfig, run: Run) -> None:
     run.progress(f"{fitting} of {len(rows)} modelled points fit the {cfg.engine.gpu}")
     for reason in sorted({row["reason"] for row in measured if row["reason"]}):
         run.progress(f"not measured: {reason}")
-    if gains := speedups([row for row in measured if row["tokens_per_s"] and not row["pool_gb"]]):
-        run.log({f"measured_speedup/{point}": gain for point, gain in gains.items()})
-        run.progress(f"measured speed-up over BF16: {', '.join(f'{point} {gain:.2f}' for point, gain in gains.items())}")
+    whole = [row for row in measured if row["tokens_per_s"] and not row["pool_gb"]]
+    for temperature in cfg.measure.temperatures:
+        if gains := speedups([row for row in whole if row["temperature"] == temperature]):
+            run.log({f"measured_speedup/{point}/{temperature}": gain for point, gain in gains.items()})
+            shown = ", ".join(f"{point} {gain:.2f}" for point, gain in gains.items())
+            run.progress(f"measured speed-up over BF16 at temperature {temperature}: {shown}")
     if gains := speedups(rows):
         run.log({f"modelled_speedup/{point}": gain for point, gain in gains.items()})
         best = max(gains, key=gains.__getitem__)
