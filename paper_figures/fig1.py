@@ -20,7 +20,7 @@ from style import BADGE, GREY, VARIANTS, WIDTH, badge, context_name, footer, not
 
 COLUMNS = (
     "variant", "model", "layout", "context", "batch", "tokens_per_s", "source", "status", "reason", "gpu", "scope",
-    "pool_gb", "temperature",
+    "pool_gb", "routing",
 )  # fmt: skip
 ENGINES = {
     "bf16": VARIANTS["flashmla_bf16"],
@@ -34,8 +34,8 @@ ROOM = 0.8
 
 
 def whole_pool(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose cache has all the memory that is left, as in the paper; measured ones, of sampled tokens."""
-    return rows[rows["pool_gb"].isna() & (rows["temperature"] != 0)]
+    """The rows whose cache has all the memory that is left, as in the paper; measured ones, with tokens spread over the experts."""
+    return rows[rows["pool_gb"].isna() & (rows["routing"] != "weights")]
 
 
 def measured(results: Results) -> tuple[Source, pd.DataFrame] | None:

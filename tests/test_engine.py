@@ -28,11 +28,9 @@ def test_batches_take_whole_pages():
 
 
 def test_pools_are_no_larger_than_the_engines():
-    run = run_of(contexts=[64, 1000], pools_bytes=[None, 1e6, 1e9], token_bytes=500, temperatures=[1.0, 0.0])
-    points = [tuple(point.values()) for point in engine.points_of(run, kv_tokens=6400)]
-    assert points == [
-        (1.0, None, 64, 50), (1.0, None, 1000, 6), (1.0, 1e6, 64, 15), (1.0, 1e6, 1000, 1), (1.0, 1e9, 64, 50), (1.0, 1e9, 1000, 6),
-        (0.0, None, 64, 50), (0.0, None, 1000, 6),
+    run = run_of(contexts=[64, 1000], pools_bytes=[None, 1e6, 1e9], token_bytes=500)
+    assert [tuple(point.values()) for point in engine.points_of(run, kv_tokens=6400)] == [
+        (None, 64, 50), (None, 1000, 6), (1e6, 64, 15), (1e6, 1000, 1), (1e9, 64, 50), (1e9, 1000, 6),
     ]  # fmt: skip
 
 
@@ -86,7 +84,7 @@ class TestRank:
 
 def run_of(**changes: object) -> engine.EngineRun:
     values = {
-        "model": "folder", "backend": "CUSTOM", "kv_cache_dtype": "auto", "contexts": [128], "pools_bytes": [None], "temperatures": [0.0],
+        "model": "folder", "backend": "CUSTOM", "kv_cache_dtype": "auto", "contexts": [128], "pools_bytes": [None], "routing": "weights",
         "token_bytes": 1000, "warmup": 2, "steps": 4, "repetitions": 2, "batches": [8],
         "gpu_memory_utilization": 0.9, "compilation_config": {"mode": 0},
     }  # fmt: skip
@@ -164,7 +162,7 @@ class FakeEngine:
         monkeypatch.setattr(vllm_decode.time, "perf_counter", lambda: self.now)
 
     def add_request(self, request_id: str, prompt: list[int], params: types.SimpleNamespace) -> None:
-        assert len(prompt) == 128 and params.temperature == 1.0
+        assert len(prompt) == 128 and params.temperature == 0.0
         self.tokens[request_id], self.limit = 0, params.max_tokens
 
     def has_unfinished_requests(self) -> bool:
@@ -191,7 +189,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
-POINT = {"temperature": 1.0, "context": 128, "batch": 3}
+POINT = {"context": 128, "batch": 3}
 
 
 def test_a_window_leaves_out_the_start(vllm, monkeypatch: pytest.MonkeyPatch):
@@ -205,7 +203,7 @@ def test_the_program_measures_each_batch_once(vllm, monkeypatch: pytest.MonkeyPa
     config = types.SimpleNamespace(cache_config=types.SimpleNamespace(num_gpu_blocks=10, block_size=64))
     fake.vllm_config, given = config, {}
     monkeypatch.setattr(vllm_decode, "start", lambda run: types.SimpleNamespace(llm_engine=fake))
-    run = run_of(pools_bytes=[None, 1e9, 1.0], temperatures=[1.0, 0.0], batches=[1, 2])
+    run = run_of(pools_bytes=[None, 1e9, 1.0], batches=[1, 2])
     stdin = types.SimpleNamespace(read=lambda: json.dumps(run.__dict__))
     monkeypatch.setattr(sys, "stdin", stdin)
     windows = []
@@ -215,10 +213,10 @@ def test_the_program_measures_each_batch_once(vllm, monkeypatch: pytest.MonkeyPa
     vllm_decode.main()
     started, *points = [json.loads(line[len(engine.MARK) :]) for line in capsys.readouterr().out.splitlines()]
     assert started["kv_tokens"] == 640 and started["vllm"] == "0.25.1" and not given
-    assert [name for name, *_ in windows] == ["1.0-128-2-0", "1.0-128-2-1", "0.0-128-2-0", "0.0-128-2-1"]  # 3 would fit, 2 may run
-    assert [(p["temperature"], p["batch"]) for p in points] == [(1.0, 2), (1.0, 2), (1.0, 0), (0.0, 2)]
+    assert [name for name, *_ in windows] == ["128-2-0", "128-2-1"]  # 3 would fit, 2 may run
+    assert [p["batch"] for p in points] == [2, 2, 0]
     assert points[0]["step_ms"] == pytest.approx(4.5) and points[0]["spread"] == pytest.approx(1.0) and "step_ms" not in points[2]
-    assert points[0]["kernels"][0]["kernel"] == "1.0-128-2-profiled" and "kernels" not in points[1]
+    assert points[0]["kernels"][0]["kernel"] == "128-2-profiled" and "kernels" not in points[1]
 
 
 def test_a_kernel_that_waits_takes_no_time():
@@ -261,8 +259,8 @@ class TestRows:
         }  # fmt: skip
         assert {row["attention_ms"] for row in rows} == {3.0, None}
         assert len(rows) == 3 * 3 * 2 and all(tuple(row) == throughput.COLUMNS for row in rows)
-        assert {(row["temperature"], row["pool_gb"]) for row in rows} == {(1.0, None), (1.0, 1.0), (0.0, None)}
-        by = {(row["variant"], row["pool_gb"], row["context"]): row for row in rows if row["temperature"]}
+        assert {(row["routing"], row["pool_gb"]) for row in rows} == {("uniform", None), ("uniform", 1.0), ("weights", None)}
+        by = {(row["variant"], row["pool_gb"], row["context"]): row for row in rows if row["routing"] == "uniform"}
         whole = by["snapmla", None, 16384]
         assert whole["batch"] == 18 and whole["step_ms"] == 48.0
         assert whole["tokens_per_s"] == pytest.approx(18 * 8 / 0.048) and whole["bytes_per_token"] == 644
@@ -271,14 +269,14 @@ class TestRows:
         small = by["bf16", 1.0, 131072]
         assert small["status"] == "not run" and small["reason"] == "The pool must hold a sequence of 131072 tokens."
         assert {row["source"] for row in rows} == {"measured"} and {row["gpu"] for row in rows} == {GPU}
-        assert [(run.backend, run.kv_cache_dtype, run.token_bytes) for run in self.runs] == [
+        assert [(run.backend, run.kv_cache_dtype, run.token_bytes) for run in self.runs[::2]] == [
             ("FLASHMLA", "auto", 61 * 1152), ("FLASHMLA", "fp8", 61 * 576), ("CUSTOM", "auto", 61 * 644),
         ]  # fmt: skip
 
     def test_bounds_leave_room_for_the_batch(self):
         """The pools of the recorded runs held 25, 51 and 46 sequences of 16k."""
         throughput.measured_rows(compose("throughput"), lambda message: None)
-        for run, recorded in zip(self.runs, (25, 51, 46), strict=True):
+        for run, recorded in zip(self.runs[::2], (25, 51, 46), strict=True):
             assert {recorded - 1, recorded, recorded + 1} <= set(run.batches) and len(run.batches) < 32
 
     @pytest.mark.parametrize(("gpus", "scope", "expected"), [(8, "auto", "node"), (7, "auto", "rank"), (8, "rank", "rank")])
@@ -286,7 +284,7 @@ class TestRows:
         configs: list[dict] = []
         monkeypatch.setattr(throughput.torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(engine, "write_model", lambda folder, config: configs.append(config))
-        cfg = compose("throughput", "measure.layouts=[DP4/TP2]", f"measure.scope={scope}", "measure.variants=[snapmla]")
+        cfg = compose("throughput", "measure.layouts=[DP4/TP2]", f"measure.scope={scope}", "measure.variants=[snapmla]", "measure.routings=[uniform]")
         rows, _ = throughput.measured_rows(cfg, lambda message: None)
         assert {row["scope"] for row in rows} == {expected}
         (run,), (config,) = self.runs, configs
@@ -297,8 +295,11 @@ class TestRows:
     def test_a_dry_run_says_what_would_run(self):
         said: list[str] = []
         cfg = compose("throughput", "measure.enabled=dry", "measure.scope=node", "measure.layouts=[DP1/TP8,DP4/TP2,DP8/TP1]")
-        assert throughput.measured_rows(cfg, said.append) == ([], []) and not self.runs and len(said) == 9
+        assert throughput.measured_rows(cfg, said.append) == ([], []) and not self.runs and len(said) == 18
         plans = [json.loads(line[line.index("{") :]) for line in said]
+        simulated = [env.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") for plan in plans for env in plan["environments"][:1]]
+        assert simulated == ["uniform_random", None] * 9
+        plans = plans[::2]
         assert [len(plan["environments"]) for plan in plans] == [1, 1, 1, 4, 4, 4, 8, 8, 8]
         assert [env["VLLM_DP_RANK"] for env in plans[-1]["environments"]] == list("01234567")
         assert plans[0]["reads"]["tensor_parallel_size"] == 8 and plans[0]["config.json"]["n_routed_experts"] == 256
@@ -307,7 +308,7 @@ class TestRows:
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: "FAKE reason.")
         rows, _ = throughput.measured_rows(compose("throughput"), lambda message: None)
         assert [(row["variant"], row["status"], row["reason"]) for row in rows] == [
-            (variant, "not run", "FAKE reason.") for variant in ("bf16", "fp8", "snapmla")
+            (variant, "not run", "FAKE reason.") for variant in ("bf16", "fp8", "snapmla") for _ in range(2)
         ]
         assert throughput.measured_rows(compose("throughput", "measure.enabled=no"), lambda message: None) == ([], [])
 
@@ -317,6 +318,7 @@ class TestRows:
             ("measure.enabled=yes", "measure.enabled must be among auto, dry, no, got 'yes'"),
             ("measure.scope=gpu", "measure.scope must be among auto, node, rank, got 'gpu'"),
             ("measure.variants=[bf16,int8]", "measure.variants must be among bf16, fp8, snapmla, got 'int8'"),
+            ("measure.routings=[even]", "measure.routings must be among uniform, weights, got 'even'"),
             ("measure.layouts=[DP1/TP1]", "measure.models and measure.layouts must fit the H200"),
         ],
     )

@@ -12,7 +12,6 @@ The engine runs in `snapmla.bench.vllm_decode`, by a Python that has vLLM; nothi
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -34,6 +33,9 @@ BACKENDS = {"bf16": ("FLASHMLA", "auto"), "fp8": ("FLASHMLA", "fp8"), "snapmla":
 BYTES = CACHE_BYTES_PER_TOKEN | {"fp8": QK_HEAD_DIM}
 """Bytes of a cached token in one layer."""
 
+ROUTINGS = {"uniform": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}, "weights": {}}
+"""vLLM's environment of each routing: every token to random experts, or as dummy weights send them, all to the same few."""
+
 ATTENTION_KERNELS = re.compile(r"snapmla|flash_fwd_splitkv_mla|flash_fwd_mla|get_mla_metadata|concat_and_cache_mla|flash_mla")
 """Names of the kernels that are a backend's: decode, its schedule and its combination, writes to the cache, quantization."""
 
@@ -53,7 +55,7 @@ class EngineRun:
         backend, kv_cache_dtype: vLLM's.
         contexts: cached tokens of each sequence.
         pools_bytes: cache pools, of which the batches follow; None: all that the engine has.
-        temperatures: of sampling. The first for all pools, the others for the whole one.
+        routing: of tokens to experts, a name in ROUTINGS.
         token_bytes: of a cached token in all layers.
         warmup, steps: tokens of each sequence before the window that is timed, and in it.
         repetitions: of each point.
@@ -66,7 +68,7 @@ class EngineRun:
     kv_cache_dtype: str
     contexts: list[int]
     pools_bytes: list[float | None]
-    temperatures: list[float]
+    routing: str
     token_bytes: int
     warmup: int
     steps: int
@@ -169,6 +171,7 @@ def rank_config(model: MLAModel, layout: ParallelLayout) -> dict:
 
 def environment(run: EngineRun | None = None, group: int = 0, port: int = 0) -> dict[str, str]:
     """A process's environment: nothing is fetched, nothing reported. `group`: of the run's data-parallel ones; no run: one GPU."""
+    routing = ROUTINGS[run.routing] if run else {}
     tp, dp = (run.tensor_parallel_size, run.data_parallel_size) if run else (1, 1)
     settings = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -189,7 +192,7 @@ def environment(run: EngineRun | None = None, group: int = 0, port: int = 0) -> 
             "VLLM_DP_MASTER_IP": "127.0.0.1",
             "VLLM_DP_MASTER_PORT": str(port),
         }
-    return settings | os.environ | fixed
+    return settings | os.environ | fixed | routing
 
 
 def command(python: str) -> list[str]:
@@ -302,15 +305,13 @@ SPARE_TOKENS = 4
 
 
 def points_of(run: EngineRun, kv_tokens: int) -> list[dict]:
-    """Temperature, pool, context and batch of every point. A pool larger than the engine's is the engine's."""
+    """Pool, context and batch of every point. A pool larger than the engine's is the engine's."""
     points = []
-    for temperature, pool in itertools.product(run.temperatures, run.pools_bytes):
-        if pool is not None and temperature != run.temperatures[0]:
-            continue
+    for pool in run.pools_bytes:
         tokens = kv_tokens if pool is None else min(kv_tokens, tokens_in(pool, run.token_bytes))
         for context in run.contexts:
             batch = sequences_in(tokens, context + run.warmup + run.steps + SPARE_TOKENS)
-            points.append({"temperature": temperature, "pool_bytes": pool, "context": context, "batch": batch})
+            points.append({"pool_bytes": pool, "context": context, "batch": batch})
     return points
 
 

@@ -56,7 +56,7 @@ def window(engine, name: str, point: dict, warmup: int, steps: int, profiler=Non
 
     context, batch = point["context"], point["batch"]
     params = SamplingParams(
-        max_tokens=warmup + steps + SPARE_TOKENS, ignore_eos=True, temperature=point["temperature"], detokenize=False
+        max_tokens=warmup + steps + SPARE_TOKENS, ignore_eos=True, temperature=0.0, detokenize=False
     )
     for i in range(batch):
         prompt = [(7 * i + j) % 9000 + 3 for j in range(context)]
@@ -114,10 +114,10 @@ def main() -> None:
     from vllm import __version__
 
     answer(kv_tokens=kv_tokens, vllm=__version__, start_s=round(time.perf_counter() - begin, 1))
-    found: dict[tuple, dict] = {}
+    found: dict[tuple[int, int], dict] = {}
     for point in points_of(run, kv_tokens):
         point["batch"] = min(point["batch"], max(run.batches))
-        key = point["temperature"], point["context"], point["batch"]
+        key = point["context"], point["batch"]
         name = "-".join(map(str, key))
         if point["batch"] and key not in found:  # pools may hold as many
             times = [window(llm.llm_engine, f"{name}-{i}", point, run.warmup, run.steps) for i in range(run.repetitions)]

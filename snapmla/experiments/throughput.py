@@ -40,11 +40,11 @@ from snapmla.roofline import GPU, decode_roofline, get_gpu
 
 COLUMNS = (
     "variant", "model", "layout", "context", "bytes_per_token", "memory_gb", "batch", "step_ms",
-    "attention_ms", "tokens_per_s", "source", "status", "reason", "gpu", "scope", "pool_gb", "spread", "engine", "temperature",
+    "attention_ms", "tokens_per_s", "source", "status", "reason", "gpu", "scope", "pool_gb", "spread", "engine", "routing",
 )  # fmt: skip
 
 KERNEL_COLUMNS = (
-    "variant", "model", "layout", "context", "batch", "temperature", "kernel", "calls", "ms", "source", "status", "reason", "gpu",
+    "variant", "model", "layout", "context", "batch", "routing", "kernel", "calls", "ms", "source", "status", "reason", "gpu",
     "scope", "engine",
 )  # fmt: skip
 
@@ -84,7 +84,7 @@ class MeasureConfig:
     layouts: list[str] = MISSING
     variants: list[str] = MISSING
     pools_gb: list[float | None] = MISSING
-    temperatures: list[float] = MISSING
+    routings: list[str] = MISSING
     warmup: int = MISSING
     steps: int = MISSING
     repetitions: int = MISSING
@@ -197,8 +197,11 @@ def speedups(rows: list[dict]) -> dict[str, float]:
     }
 
 
-def engine_run(cfg: ThroughputConfig, model: MLAModel, layout: ParallelLayout, variant: str, node: bool, folder: str) -> engine.EngineRun:
-    """One engine's points; `folder` is to hold the model's config.json."""
+def engine_run(
+    cfg: ThroughputConfig, model: MLAModel, layout: ParallelLayout, variant: str, routing: str, node: bool, folder: str
+) -> engine.EngineRun:
+    """One engine's points; `folder` is to hold the model's config.json. The first routing is measured in all pools, the others
+    in the whole one."""
     measure, (backend, dtype) = cfg.measure, engine.BACKENDS[variant]
     token_bytes = model.attention_layers * engine.BYTES[variant]
     try:
@@ -210,8 +213,8 @@ def engine_run(cfg: ThroughputConfig, model: MLAModel, layout: ParallelLayout, v
         backend=backend,
         kv_cache_dtype=dtype,
         contexts=cfg.contexts,
-        pools_bytes=[gb and gb * 1e9 for gb in measure.pools_gb],
-        temperatures=measure.temperatures,
+        pools_bytes=[gb and gb * 1e9 for gb in measure.pools_gb if gb is None or routing == measure.routings[0]],
+        routing=routing,
         token_bytes=token_bytes,
         warmup=measure.warmup,
         steps=measure.steps,
@@ -233,6 +236,7 @@ def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> tup
         ("enabled", [measure.enabled], ("auto", "dry", "no")),
         ("scope", [measure.scope], ("auto", "node", "rank")),
         ("variants", measure.variants, tuple(engine.BACKENDS)),
+        ("routings", measure.routings, tuple(engine.ROUTINGS)),
     ):
         if unknown := set(value) - set(known):
             raise ValueError(f"measure.{key} must be among {', '.join(known)}, got {min(unknown)!r}.")
@@ -241,24 +245,26 @@ def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> tup
     dry, python = measure.enabled == "dry", measure.python or sys.executable
     reason = None if dry else engine.why_not(python, gpu)
     rows, kernels = [], []
-    for name, layout_name, variant in itertools.product(measure.models, measure.layouts, measure.variants):
+    for name, layout_name, variant, routing in itertools.product(
+        measure.models, measure.layouts, measure.variants, measure.routings
+    ):
         model, layout = get_model(name), ParallelLayout.parse(layout_name)
         node = measure.scope == "node" or (measure.scope == "auto" and torch.cuda.device_count() >= layout.gpus)
         config = engine.rank_config(model, ParallelLayout(1, 1) if node else layout)
         if dry:
-            planned = engine.engine_plan(engine_run(cfg, model, layout, variant, node, "FOLDER"), python)
-            progress(f"{name}, {layout_name}, {variant}: {json.dumps(planned | {'config.json': config})}")
+            planned = engine.engine_plan(engine_run(cfg, model, layout, variant, routing, node, "FOLDER"), python)
+            progress(f"{name}, {layout_name}, {variant}, {routing}: {json.dumps(planned | {'config.json': config})}")
             continue
         row = dict.fromkeys(COLUMNS)
         row |= {"variant": variant, "model": name, "layout": layout_name, "source": "measured", "gpu": gpu}
-        row |= {"bytes_per_token": engine.BYTES[variant], "scope": "node" if node else "rank"}
+        row |= {"bytes_per_token": engine.BYTES[variant], "scope": "node" if node else "rank", "routing": routing}
         if reason:
             rows.append(row | {"status": "not run", "reason": reason})
             continue
-        progress(f"{name}, {layout_name}, {variant}, {row['scope']}: starting vLLM")
+        progress(f"{name}, {layout_name}, {variant}, {routing}, {row['scope']}: starting vLLM")
         with tempfile.TemporaryDirectory() as folder:
             engine.write_model(Path(folder), config)
-            run = engine_run(cfg, model, layout, variant, node, folder)
+            run = engine_run(cfg, model, layout, variant, routing, node, folder)
             answers = engine.measure(run, python, progress)
         own = _rows_of(row, answers, run.token_bytes, layout.dp)
         rows += own
@@ -276,7 +282,6 @@ def _rows_of(row: dict, answers: list[dict], token_bytes: int, dp: int) -> list[
         pool, batch, context = point["pool_bytes"], point["batch"], point["context"]
         found = row | {
             "context": context,
-            "temperature": point["temperature"],
             "pool_gb": pool and pool / 1e9,
             "memory_gb": min(whole, pool or whole) / 1e9,
             "engine": f"vLLM {started['vllm']}",
@@ -304,11 +309,11 @@ def main(cfg: ThroughputConfig, run: Run) -> None:
     for reason in sorted({row["reason"] for row in measured if row["reason"]}):
         run.progress(f"not measured: {reason}")
     whole = [row for row in measured if row["tokens_per_s"] and not row["pool_gb"]]
-    for temperature in cfg.measure.temperatures:
-        if gains := speedups([row for row in whole if row["temperature"] == temperature]):
-            run.log({f"measured_speedup/{point}/{temperature}": gain for point, gain in gains.items()})
+    for routing in cfg.measure.routings:
+        if gains := speedups([row for row in whole if row["routing"] == routing]):
+            run.log({f"measured_speedup/{routing}/{point}": gain for point, gain in gains.items()})
             shown = ", ".join(f"{point} {gain:.2f}" for point, gain in gains.items())
-            run.progress(f"measured speed-up over BF16 at temperature {temperature}: {shown}")
+            run.progress(f"measured speed-up over BF16, routing {routing}: {shown}")
     if gains := speedups(rows):
         run.log({f"modelled_speedup/{point}": gain for point, gain in gains.items()})
         best = max(gains, key=gains.__getitem__)
