@@ -3,12 +3,13 @@
     python paper_figures/fig1b.py --results results [--recorded results/recorded]
 
 Reads throughput/throughput.csv, or a recorded one where this run measured nothing. Left: tokens/s against the context for
-each pool of cache memory. Right: SnapMLA over FlashMLA BF16 in the whole pool as the product of two factors, larger batches
-and shorter steps.
+each pool of cache memory. Right, in the whole pool: the GPU's time for a token, in parts of FlashMLA BF16's, as attention (a
+faster kernel shortens it) and the rest of the step (a larger batch shares it).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pandas as pd
@@ -17,8 +18,7 @@ from fig1 import COLUMNS, COMMUNICATION, ENGINES, one_rank, whole_pool
 from matplotlib.axes import Axes
 from sources import Results, Source
 from style import (
-    GREEN,
-    ORANGE,
+    GREY,
     WIDTH,
     badge,
     context_name,
@@ -50,36 +50,49 @@ def pools(ax: Axes, rows: pd.DataFrame) -> None:
     ax.set_ylabel("tokens/s, node of 8 GPUs")
 
 
-def factors(rows: pd.DataFrame) -> pd.DataFrame:
-    """By context, of the whole pool: how much larger the batch is than BF16's, and how much shorter the step."""
-    batch, step = (
-        whole_pool(rows).pivot_table(index="context", columns="variant", values=column) for column in ("batch", "step_ms")
-    )
-    if not {"bf16", "snapmla"} <= set(batch.columns):
-        return pd.DataFrame(columns=["batch", "step"])
-    found = pd.DataFrame({"batch": batch["snapmla"] / batch["bf16"], "step": step["bf16"] / step["snapmla"]})
-    return found.dropna()
+def time_of_a_token(rows: pd.DataFrame) -> pd.DataFrame:
+    """By context and variant: attention and rest, whose sum is 1 for bf16; contexts without bf16 or snapmla are left out."""
+    rows = rows.assign(attention=rows["attention_ms"] / rows["batch"], whole=rows["step_ms"] / rows["batch"])
+    bf16 = rows[rows["variant"] == "bf16"].set_index("context")["whole"]
+    both = set(rows.loc[rows["variant"] == "snapmla", "context"]) & set(bf16.index)
+    rows = rows[rows["context"].isin(both)]
+    unit = rows["context"].map(bf16)
+    found = rows.assign(attention=rows["attention"] / unit, rest=(rows["whole"] - rows["attention"]) / unit)
+    return found.set_index(["context", "variant"])[["attention", "rest"]].sort_index()
 
 
-def explanation(ax: Axes, found: pd.DataFrame) -> None:
-    """From 1 to the batch's factor, and on to the product."""
-    for index, row in enumerate(found.itertuples()):
-        product = row.batch * row.step
-        ax.bar(index - 0.2, row.batch - 1, 0.36, bottom=1, color=ORANGE)
-        ax.bar(index + 0.2, product - row.batch, 0.36, bottom=row.batch, color=GREEN)
-        ax.text(index - 0.2, row.batch, f"{row.batch:.2f}×", ha="center", va="bottom", fontsize=6)
-        ax.text(index + 0.2, max(product, row.batch), f"{product:.2f}×", ha="center", va="bottom", fontsize=6)
-    ax.axhline(1, color="k", lw=0.6)
-    ax.set_xticks(range(len(found)), [context_name(int(context)) for context in found.index])
-    ax.set_ylim(0.9 * min(1.0, *(found["batch"] * found["step"])), 1.2 * max(*found["batch"], *(found["batch"] * found["step"])))
+def explanation(ax: Axes, found: pd.DataFrame, unbalanced: pd.DataFrame) -> None:
+    """A bar of each variant at each context: attention in its colour, above it the rest, and the gain. unbalanced: the same
+    with the dummy weights' own routing, whose sum is a mark."""
+    contexts = sorted(set(found.index.get_level_values("context")))
+    shown = [name for name in ENGINES if name in set(found.index.get_level_values("variant"))]
+    width = 0.84 / len(shown)
+    for (index, context), (place, name) in itertools.product(enumerate(contexts), enumerate(shown)):
+        if (context, name) not in found.index:
+            continue
+        attention, rest = found.loc[(context, name)]
+        x, color = index + (place - (len(shown) - 1) / 2) * width, ENGINES[name][1]
+        ax.bar(x, attention, width * 0.92, color=color, alpha=0.85)
+        ax.bar(x, rest, width * 0.92, bottom=attention, color=color, alpha=0.3)
+        if name != "bf16":
+            ax.text(x, attention + rest + 0.01, f"{1 / (attention + rest):.2f}×", ha="center", va="bottom", fontsize=5.5)
+        if (context, name) in unbalanced.index and name != "bf16":
+            ax.plot(x, unbalanced.loc[(context, name)].sum(), "D", mfc="none", mec="k", ms=3, mew=0.6)
+    ax.set_xticks(range(len(contexts)), [context_name(int(context)) for context in contexts])
+    ax.set_ylim(0, 1.3)
+    ax.grid(visible=False, axis="x")
     ax.set_xlabel("context")
-    ax.set_ylabel("SnapMLA over BF16")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (ORANGE, GREEN)]
-    ax.legend(handles, ["larger batch", "and shorter (or longer) step"], fontsize=6, loc="upper right", ncols=2)
+    ax.set_ylabel("time of a token, BF16 = 1")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=GREY, alpha=alpha) for alpha in (0.3, 0.85)]
+    names = ["the rest of the step", "attention"]
+    if len(unbalanced):
+        handles.append(plt.Line2D([], [], marker="D", ls="", mfc="none", mec="k", ms=3, mew=0.6))
+        names.append("all, if all tokens meet the same experts")
+    ax.legend(handles, names, fontsize=6, loc="upper right", ncols=len(names))
 
 
 def build(results: Results) -> None:
-    tables = results.timed_tables("throughput", "throughput.csv", (*COLUMNS, "step_ms"))
+    tables = results.timed_tables("throughput", "throughput.csv", (*COLUMNS, "step_ms", "attention_ms", "memory_gb"))
     fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.9), layout="constrained")
     if not tables:
         planned = results.table("throughput", "throughput.csv", COLUMNS)
@@ -94,20 +107,26 @@ def build(results: Results) -> None:
     label, rows = tables[0]
     model, layout = rows[["model", "layout"]].iloc[0]
     rows = rows[(rows["model"] == model) & (rows["layout"] == layout)]
-    pools(axes[0], rows)
+    balanced = rows[rows["routing"] != "weights"]
+    pools(axes[0], balanced)
     axes[0].set_title(f"{model}, {layout}", pad=15)
-    found = factors(rows)
-    axes[1].set_title("the gain in the whole pool", pad=15)
+    found = time_of_a_token(whole_pool(rows))
+    axes[1].set_title("where the gain comes from, in the whole pool", pad=15)
     if found.empty:
         not_run(axes[1], "no pair of FlashMLA BF16 and SnapMLA")
     else:
-        explanation(axes[1], found)
+        explanation(axes[1], found, time_of_a_token(rows[(rows["routing"] == "weights") & rows["pool_gb"].isna()]))
     for ax in axes:
         badge(ax, label)
     shown = [ENGINES[name] for name in ENGINES if name in set(rows["variant"])]
     handles = [plt.Line2D([], [], color=color, marker=marker, label=label) for label, color, marker in shown]
     fig.legend(handles=handles, loc="outside upper center", ncols=3)
-    footer(fig, f"Measured on one rank of the layout; {COMMUNICATION} (Fig 1)." if one_rank(rows) else "All GPUs of the layout.")
+    note = f"Measured on one rank of the layout; {COMMUNICATION} (Fig 1)." if one_rank(rows) else "All GPUs of the layout."
+    note += " Attention: the backend's kernels under torch's profiler, where the engine ran in one process."
+    if len(found):
+        held = whole_pool(rows).groupby("variant")["memory_gb"].max()
+        note += f" Whole pools: {', '.join(f'{ENGINES[name][0]} {held[name]:.1f} GB' for name in ENGINES if name in held)}."
+    footer(fig, note)
     save(fig, results.root, "fig1b")
 
 

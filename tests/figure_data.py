@@ -199,6 +199,7 @@ def throughput() -> pd.DataFrame:
             "gpu": None,
             "scope": None,
             "pool_gb": None,
+            "routing": None,
         }
         if (model, layout) == ("FAKE-B", "DP1/TP8"):
             row |= dict.fromkeys(("batch", "step_ms", "attention_ms", "tokens_per_s"))

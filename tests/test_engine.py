@@ -38,6 +38,7 @@ def test_graphs_have_the_batches_that_may_come_about():
     run = run_of(contexts=[64, 1000], pools_bytes=[None, 1e6], token_bytes=500)
     assert engine.batches_of(run, 6400) == [1, 5, 6, 15, *range(47, 53)]
     assert engine.batches_of(run_of(contexts=[1000], pools_bytes=[10.0]), 6400) == []
+    assert engine.graph_batches([1, 4, 5, 12, 51]) == [1, 5, 13, 51]
 
 
 class TestRank:
@@ -274,10 +275,10 @@ class TestRows:
         ]  # fmt: skip
 
     def test_bounds_leave_room_for_the_batch(self):
-        """The pools of the recorded runs held 25, 51 and 46 sequences of 16k."""
+        """Recorded: 25 sequences of 16k in BF16, 51 in FlashMLA's FP8, 46 of ours in as large a pool."""
         throughput.measured_rows(compose("throughput"), lambda message: None)
-        for run, recorded in zip(self.runs[::2], (25, 51, 46), strict=True):
-            assert {recorded - 1, recorded, recorded + 1} <= set(run.batches) and len(run.batches) < 32
+        for run, recorded in zip(self.runs[::2], ({24, 25, 26}, {50, 51, 52}, {46, 50, 51, 52}), strict=True):
+            assert recorded <= set(run.batches) and len(run.batches) < 32
 
     @pytest.mark.parametrize(("gpus", "scope", "expected"), [(8, "auto", "node"), (7, "auto", "rank"), (8, "rank", "rank")])
     def test_a_node_is_measured_where_there_is_one(self, monkeypatch: pytest.MonkeyPatch, gpus: int, scope: str, expected: str):

@@ -371,17 +371,17 @@ def test_what_vllm_measured_stands_in_its_table(tmp_path: Path) -> None:
     assert re.search(r"SnapMLA +\| SnapMLA +\| +99.51% \| +1024 \| +640 \| +6400 \| +2.0 \|", text)
 
 
-def test_the_gain_is_batch_times_step(tmp_path: Path) -> None:
+def test_the_time_of_a_token_is_attention_and_the_rest(tmp_path: Path) -> None:
     fig1b = importlib.import_module("fig1b")
     rows = [
-        {"variant": variant, "context": context, "batch": batch, "step_ms": step, "pool_gb": pool}
-        for variant, context, batch, step, pool in (
-            ("bf16", 1024, 10, 30.0, None), ("snapmla", 1024, 18, 36.0, None), ("snapmla", 1024, 3, 1.0, 20.0),
-            ("bf16", 2048, 5, 30.0, None), ("snapmla", 4096, 5, 30.0, None),
+        {"variant": variant, "context": context, "batch": batch, "step_ms": step, "attention_ms": attention}
+        for variant, context, batch, step, attention in (
+            ("bf16", 1024, 10, 30.0, 12.0), ("snapmla", 1024, 20, 30.0, 10.0), ("bf16", 2048, 5, 30.0, 9.0), ("snapmla", 4096, 5, 30.0, 9.0),
         )
     ]  # fmt: skip
-    found = fig1b.factors(pd.DataFrame(rows))
-    assert found.to_dict("index") == {1024: {"batch": 1.8, "step": pytest.approx(30 / 36)}}
+    found = fig1b.time_of_a_token(pd.DataFrame(rows))
+    assert found.index.tolist() == [(1024, "bf16"), (1024, "snapmla")]
+    assert found.to_numpy() == pytest.approx(pd.DataFrame([[0.4, 0.6], [1 / 6, 1 / 3]]).to_numpy())
     fake = Fake()
     engine_measured(fake)
     whole = fake.tables[THROUGHPUT].query("source == 'measured'")

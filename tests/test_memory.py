@@ -12,6 +12,7 @@ from snapmla.memory import (
     DoesNotFit,
     MemoryBudget,
     cache_bytes_per_token,
+    context_bytes,
     kv_bytes_per_token,
     largest_batch,
     tokens_that_fit,
@@ -26,7 +27,7 @@ RANK = replace(DEEPSEEK_V3_1, routed_experts=32)
 ONE_GPU = ParallelLayout(1, 1)
 RECORDED_WEIGHTS_GIB = 95.7
 RECORDED_TOKENS = {"bf16": 425_342, "snapmla": 760_000}
-H200 = MemoryBudget(get_gpu("H200").memory_gib, utilization=0.92, overhead_gib=5.0)
+H200 = MemoryBudget(get_gpu("H200").memory_gib, utilization=0.92, overhead_gib=1.0)
 
 
 def test_weights_of_the_recorded_rank():
@@ -35,7 +36,7 @@ def test_weights_of_the_recorded_rank():
 
 @pytest.mark.parametrize("cache_format", ["bf16", "snapmla"])
 def test_tokens_of_the_recorded_rank(cache_format):
-    tokens = tokens_that_fit(H200.cache_bytes(RANK, ONE_GPU), RANK, cache_format)
+    tokens = tokens_that_fit(H200.cache_bytes(RANK, ONE_GPU, "bf16"), RANK, cache_format)
     assert tokens == pytest.approx(RECORDED_TOKENS[cache_format], rel=0.03)
 
 
@@ -58,10 +59,17 @@ def test_tensor_parallelism_does_not_divide_the_cache():
     """A group of 8 GPUs holds more tokens than one only by the weights that it divides."""
     spare = {}
     for layout in (ParallelLayout(8, 1), ParallelLayout(1, 8)):
-        pool = H200.cache_bytes(DEEPSEEK_V3_1, layout)
-        assert pool + DEEPSEEK_V3_1.weight_bytes(layout) == pytest.approx((139.8 * 0.92 - 5.0) * GIB)
+        pool = H200.cache_bytes(DEEPSEEK_V3_1, layout, "snapmla")
+        taken = DEEPSEEK_V3_1.weight_bytes(layout) + context_bytes(DEEPSEEK_V3_1, layout, "snapmla")
+        assert pool + taken == pytest.approx((139.8 * 0.92 - 1.0) * GIB)
         spare[layout.tp] = tokens_that_fit(pool, DEEPSEEK_V3_1, "snapmla")
     assert spare[1] < spare[8] < 2 * spare[1]
+
+
+def test_a_prefill_takes_its_memory():
+    """64k tokens × 128 heads × (128 + 128) dimensions in BF16 are 4 GiB; ours a quarter."""
+    sizes = [context_bytes(DEEPSEEK_V3_1, ParallelLayout(8, 1), name) / GIB for name in ("bf16", "snapmla")]
+    assert sizes == [4.0, 1.0] and context_bytes(DEEPSEEK_V3_1, ParallelLayout(1, 8), "bf16") == GIB / 2
 
 
 def test_batch_counts_whole_pages():
@@ -77,12 +85,12 @@ def test_what_does_not_fit_says_so():
         DoesNotFit, match="snapmla cache must hold a sequence of 641 tokens, got room for 640"
     ):
         largest_batch(pool, DEEPSEEK_V3_1, 641, "snapmla")
-    small = MemoryBudget(get_gpu("H100").memory_gib, utilization=0.92, overhead_gib=5.0)
+    small = MemoryBudget(get_gpu("H100").memory_gib, utilization=0.92, overhead_gib=1.0)
     with pytest.raises(
         DoesNotFit, match=r"weights of DeepSeek-V3.1 in DP8/TP1 must fit 67.8 GiB a GPU, got 95.8"
     ):
-        small.cache_bytes(DEEPSEEK_V3_1, ParallelLayout(8, 1))
+        small.cache_bytes(DEEPSEEK_V3_1, ParallelLayout(8, 1), "bf16")
     with pytest.raises(ValueError, match="context must be at least 1 token, got 0"):
         largest_batch(pool, DEEPSEEK_V3_1, 0, "snapmla")
     with pytest.raises(ValueError, match=r"utilization must be a share in \(0, 1\], got 92"):
-        MemoryBudget(139.8, utilization=92, overhead_gib=5.0)
+        MemoryBudget(139.8, utilization=92, overhead_gib=1.0)

@@ -30,7 +30,8 @@ def backend(monkeypatch: pytest.MonkeyPatch):
     """`backend.py`, imported on the stand-in, which every test gets afresh."""
     for name, module in stand_in.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(stand_in.MLAAttention, "get_kv_cache_spec", stand_in.MLAAttention.get_kv_cache_spec)
+    for name in ("get_kv_cache_spec", "chunked_prefill_workspace_size"):
+        monkeypatch.setattr(stand_in.MLAAttention, name, getattr(stand_in.MLAAttention, name))
     monkeypatch.setattr(stand_in, "CURRENT", stand_in.VllmConfig(num_heads=HEADS))
     for name in ("backend", "decode_bench"):
         monkeypatch.delitem(sys.modules, f"{plugin.__name__}.{name}", raising=False)
@@ -161,7 +162,7 @@ wrong = [
 ]
 for ours, names in (
     (backend.SnapMLABackend, ("get_kv_cache_shape", "supports_compute_capability")),
-    (backend.SnapMLAMetadataBuilder, ("_build_decode",)),
+    (backend.SnapMLAMetadataBuilder, ("_build_decode", "determine_chunked_prefill_workspace_size")),
     (backend.SnapMLAImpl, ("do_kv_cache_update", "forward_mqa", "_compute_prefill_context")),
 ):
     for name in names:
@@ -193,6 +194,16 @@ class TestBackend:
         assert other.page_size_bytes == 64 * 1152
         with pytest.raises(ValueError, match="block_size must be 64, got 128"):
             backend.SnapMLABackend.get_kv_cache_shape(5, 128, 1, 644)
+
+    @pytest.mark.parametrize(("max_num_seqs", "tokens"), [(4, 16384), (256, 16384), (1024, 65536)])
+    def test_a_prefill_takes_a_quarter_of_vllms_memory(self, backend, max_num_seqs: int, tokens: int):
+        """As the engine measures it, and as contexts are cut; each sequence has a page of a piece."""
+        ours, other = (stand_in.MLAAttention(of) for of in (backend.SnapMLABackend, stand_in.OtherBackend))
+        config = ours._vllm_config = other._vllm_config = stand_in.VllmConfig()
+        config.scheduler_config.max_num_seqs = max_num_seqs
+        assert ours.chunked_prefill_workspace_size == tokens
+        assert backend.SnapMLAMetadataBuilder.determine_chunked_prefill_workspace_size(config) == tokens
+        assert other.chunked_prefill_workspace_size == 65536
 
     def test_what_it_supports(self, backend):
         ours = backend.SnapMLABackend

@@ -66,6 +66,7 @@ class VllmConfig:
     speculative: int = 0
     cache_config: Any = field(default_factory=lambda: types.SimpleNamespace(block_size=64, cache_dtype="auto"))
     compilation_config: Any = field(default_factory=lambda: types.SimpleNamespace(pass_config=PassConfig()))
+    scheduler_config: Any = field(default_factory=lambda: types.SimpleNamespace(max_num_seqs=4))
 
 
 CURRENT = VllmConfig()
@@ -93,6 +94,11 @@ class MLAAttention:
 
     def __init__(self, attn_backend: type[MLACommonBackend]) -> None:
         self.attn_backend = attn_backend
+        self._vllm_config = CURRENT
+
+    @property
+    def chunked_prefill_workspace_size(self) -> int:
+        return MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(self._vllm_config)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MLAAttentionSpec:
         cache = vllm_config.cache_config
@@ -145,6 +151,10 @@ class MLACommonMetadataBuilder(Generic[T]):
     """Cuts contexts into pieces of `PIECE` tokens of each sequence."""
 
     PIECE = 128
+
+    @staticmethod
+    def determine_chunked_prefill_workspace_size(vllm_config: VllmConfig) -> int:
+        return 64 * 1024
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         self.num_heads = vllm_config.num_heads

@@ -30,6 +30,9 @@ from snapmla.models import MLAModel, ParallelLayout
 BACKENDS = {"bf16": ("FLASHMLA", "auto"), "fp8": ("FLASHMLA", "fp8"), "snapmla": ("CUSTOM", "auto")}
 """vLLM's attention backend and kv_cache_dtype of each variant; `fp8` is FlashMLA's, one scale a tensor, RoPE part in FP8."""
 
+CACHES = {"bf16": "bf16", "fp8": "bf16", "snapmla": "snapmla"}
+"""Of which cache format the memory is that a prefill takes."""
+
 BYTES = CACHE_BYTES_PER_TOKEN | {"fp8": QK_HEAD_DIM}
 """Bytes of a cached token in one layer."""
 
@@ -59,7 +62,7 @@ class EngineRun:
         token_bytes: of a cached token in all layers.
         warmup, steps: tokens of each sequence before the window that is timed, and in it.
         repetitions: of each point.
-        batches: that may come about. Each has a CUDA graph of its own, so that none is padded; the largest bounds them.
+        batches: that may come about, the largest bounds them.
         tensor_parallel_size, data_parallel_size: 1 and 1 for one rank; experts are spread over all GPUs.
     """
 
@@ -316,7 +319,13 @@ def points_of(run: EngineRun, kv_tokens: int) -> list[dict]:
 
 
 def batches_of(run: EngineRun, kv_tokens: float) -> list[int]:
-    """Of every point, where the engine will hold about so many tokens (within a twentieth)."""
+    """Of every point, if the engine holds about so many tokens (within a twentieth)."""
     few, many = (points_of(run, int(kv_tokens * share)) for share in (0.95, 1.05))
     ranges = [range(low["batch"], high["batch"] + 1) for low, high in zip(few, many, strict=True)]
     return sorted(set().union(*ranges) - {0})
+
+
+def graph_batches(batches: Sequence[int]) -> list[int]:
+    """For vLLM's cudagraph_capture_sizes: a graph for each batch, which vLLM would pad to the next multiple of 8. One row of
+    padding where 4 divides a batch: vLLM's block-scaled linear kernels then take 3 ms longer in a step of DeepSeek-V3.1."""
+    return sorted({batch + (batch % 4 == 0) for batch in batches})

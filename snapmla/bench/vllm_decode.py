@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable
 
-from snapmla.bench.engine import SPARE_TOKENS, EngineRun, answer, points_of
+from snapmla.bench.engine import SPARE_TOKENS, EngineRun, answer, graph_batches, points_of
 
 PROFILED_STEPS = 8
 
@@ -26,7 +26,7 @@ def start(run: EngineRun):
     """The engine."""
     from vllm import LLM
 
-    generated = run.warmup + run.steps + SPARE_TOKENS
+    generated, graphs = run.warmup + run.steps + SPARE_TOKENS, graph_batches(run.batches)
     return LLM(
         model=run.model,
         skip_tokenizer_init=True,
@@ -34,8 +34,8 @@ def start(run: EngineRun):
         attention_backend=run.backend,
         kv_cache_dtype=run.kv_cache_dtype,
         max_model_len=max(run.contexts) + generated + 1,
-        max_num_seqs=max(run.batches),
-        max_num_batched_tokens=max(2048, *run.batches),
+        max_num_seqs=max(graphs),
+        max_num_batched_tokens=max(2048, *graphs),
         gpu_memory_utilization=run.gpu_memory_utilization,
         enable_prefix_caching=False,
         tensor_parallel_size=run.tensor_parallel_size,
@@ -45,7 +45,7 @@ def start(run: EngineRun):
             "kv_connector_module_path": "snapmla.integrations.vllm.decode_bench",
             "kv_role": "kv_both",
         },
-        compilation_config={"cudagraph_capture_sizes": run.batches} | run.compilation_config,
+        compilation_config={"cudagraph_capture_sizes": graphs} | run.compilation_config,
     )
 
 

@@ -125,7 +125,7 @@ def fig5_shapes(cfg: Fig5Config, engine: EngineConfig) -> list[Shape]:
         model, layout = get_model(name), ParallelLayout.parse(layout_name)
         batch, unfit = None, None
         try:
-            batch = largest_batch(budget.cache_bytes(model, layout), model, context, cfg.batch_format)
+            batch = largest_batch(budget.cache_bytes(model, layout, cfg.batch_format), model, context, cfg.batch_format)
         except DoesNotFit as error:
             unfit = f"On the {engine.gpu}, {error}"
         shapes.append(

@@ -166,7 +166,7 @@ def table(cfg: ThroughputConfig) -> list[dict]:
         row |= {"variant": variant, "model": model.name, "layout": str(layout), "context": context}
         row["source"] = "modelled"
         try:
-            pool = budget.cache_bytes(model, layout)
+            pool = budget.cache_bytes(model, layout, variant)
             batch = largest_batch(pool, model, context, variant)
         except DoesNotFit as error:
             row |= {"status": "not run", "reason": f"On the {gpu.name}, {error}"}
@@ -205,7 +205,7 @@ def engine_run(
     measure, (backend, dtype) = cfg.measure, engine.BACKENDS[variant]
     token_bytes = model.attention_layers * engine.BYTES[variant]
     try:
-        kv_tokens = cfg.engine.budget().cache_bytes(model, layout) / token_bytes
+        kv_tokens = cfg.engine.budget().cache_bytes(model, layout, engine.CACHES[variant]) / token_bytes
     except DoesNotFit as error:
         raise ValueError(f"measure.models and measure.layouts must fit the {cfg.engine.gpu}: {error}") from None
     run = engine.EngineRun(

@@ -1,8 +1,8 @@
 """vLLM's interfaces of an MLA attention backend, filled with `pages.py`.
 
 Decode goes through our kernel on the FP8 cache. Prefill is vLLM's own, in BF16; it reads the cache only for what is
-cached already (chunked prefill, prefix hits), which Fused-Fetch-Dequant gathers. Selecting the backend imports this file,
-which also gives `MLAAttention` the cache's size: vLLM asks the layer for it, not the backend.
+cached already (chunked prefill, prefix hits), which Fused-Fetch-Dequant gathers in pieces. Selecting the backend imports this
+file, which also gives `MLAAttention` the size of the cache and of the pieces: vLLM asks the layer for them, not the backend.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from snapmla.layout import (
     QK_HEAD_DIM,
     QK_ROPE_HEAD_DIM,
 )
+from snapmla.memory import CONTEXT_TOKENS
 
 check_version(vllm_version)
 
@@ -103,6 +104,13 @@ class SnapMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[SnapMLAD
                 f"num_speculative_tokens must leave at most {MAX_QUERIES} queries a step, got {self.reorder_batch_threshold}."
             )
         self._schedules = pages.Schedules()
+
+    @staticmethod
+    def determine_chunked_prefill_workspace_size(vllm_config: VllmConfig) -> int:
+        """Tokens of a piece of context: fewer than vLLM's, whose memory is the cache's instead; a page for each sequence at least."""
+        vllms = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
+        of_sequences = vllm_config.scheduler_config.max_num_seqs * vllm_config.cache_config.block_size
+        return max(min(vllms, CONTEXT_TOKENS["snapmla"]), of_sequences)
 
     def build(self, *args, **kwargs) -> MLACommonMetadata[SnapMLADecodeMetadata]:
         metadata = super().build(*args, **kwargs)
@@ -205,5 +213,14 @@ def _kv_cache_spec(layer: MLAAttention, vllm_config: VllmConfig) -> KVCacheSpec:
     )
 
 
+def _context_tokens(layer: MLAAttention) -> int:
+    """For which vLLM keeps memory free when it measures how much is left for the cache."""
+    if not issubclass(layer.attn_backend, SnapMLABackend):
+        return _vllms_context_tokens.fget(layer)
+    return SnapMLAMetadataBuilder.determine_chunked_prefill_workspace_size(layer._vllm_config)
+
+
 _vllms_kv_cache_spec = MLAAttention.get_kv_cache_spec
+_vllms_context_tokens = MLAAttention.chunked_prefill_workspace_size
 MLAAttention.get_kv_cache_spec = _kv_cache_spec
+MLAAttention.chunked_prefill_workspace_size = property(_context_tokens)
