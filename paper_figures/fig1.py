@@ -44,6 +44,13 @@ def measured(results: Results) -> tuple[Source, pd.DataFrame] | None:
     return next(((label, kept) for label, rows in tables if len(kept := whole_pool(rows))), None)
 
 
+def model_error(rows: pd.DataFrame, modelled: pd.DataFrame) -> pd.Series:
+    """Tokens/s of the model over the measured ones, less 1, at each point that both have."""
+    point = ["model", "layout", "context", "variant"]
+    both = rows.merge(modelled, on=point, suffixes=("", "_of_model"))
+    return both["tokens_per_s_of_model"] / both["tokens_per_s"] - 1
+
+
 def one_rank(rows: pd.DataFrame) -> bool:
     """Whether a measured row is of one rank, not of all GPUs of its layout."""
     return bool((rows["scope"] == "rank").any())
@@ -103,7 +110,7 @@ def build(results: Results) -> None:
             if found and len(own := found[1][(found[1]["model"] == model) & (found[1]["layout"] == layout)]):
                 done, labels, lines = own, [found[0], *labels], planned
             at_paper = layout == paper["layout"] and {"bf16", "snapmla"} <= set(done["variant"])
-            ax.set_title(layout)
+            ax.set_title(layout, pad=14)  # a badge of three sources is two lines
             ax.grid(visible=False, axis="x")
             if done.empty:
                 not_run(ax, sources.reason(rows) if len(rows) else "not in throughput.csv")
@@ -132,6 +139,8 @@ def build(results: Results) -> None:
         )
     elif found:
         note = " Measured bars: all GPUs of the layout in vLLM, dummy weights."
+    if found and len(error := model_error(found[1], sources.ran(table[table["source"] == "modelled"]))):
+        note += f" The model is {error.min():+.0%} to {error.max():+.0%} off at {len(error)} of the measured bars."
     footer(
         fig,
         "Batch: sequences per data-parallel group that fit the memory. Above the bars: SnapMLA over BF16. "

@@ -24,7 +24,7 @@ KINDS = ("measured", "recorded", "modelled", "paper", "diagram", "not run")
 NOT_RUN = "not run"
 MODELS = {  # what "modelled" means in the results of an experiment
     "accumulation": "the tensor core's additions emulated on a CPU",
-    "throughput": "memory and roofline formulas with assumed kernel efficiencies, nothing timed",
+    "throughput": "memory and roofline formulas, nothing timed: shares of the data sheet in conf/throughput.yaml",
 }
 
 

@@ -25,7 +25,7 @@ EXPERIMENTS = {  # name: (what it needs, what it makes)
         ["kernels/kernels.csv"],
         ["kernel_bench.csv", "latency.csv", "ceilings.csv", "roofline.csv"],
     ),
-    "throughput": (["kernels/kernels.csv"], ["throughput.csv"]),
+    "throughput": (["kernels/kernels.csv"], ["throughput.csv", "step_kernels.csv"]),
     "serving": (["kernels/kernels.csv", "probe/model"], ["serving.csv"]),
 }
 ON_REQUEST = {"benchmarks": ([], ["benchmarks.csv"])}  # what `snakemake all` leaves out
