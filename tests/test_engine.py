@@ -47,7 +47,8 @@ class TestRank:
     )
     def test_a_rank_has_its_share(self, layout: str, heads: int, picks: int, dense: int):
         """Each of eight GPUs computes 8 dp picks of the node's tokens over 32 of 256 experts."""
-        config = engine.rank_config(DEEPSEEK_V3_1, ParallelLayout.parse(layout))
+        config = engine.rank_config(DEEPSEEK_V3_1, ParallelLayout.parse(layout), "weights")
+        assert config == engine.rank_config(DEEPSEEK_V3_1, ParallelLayout.parse(layout), "uniform")
         assert (config["num_attention_heads"], config["num_experts_per_tok"]) == (heads, picks)
         assert (config["n_routed_experts"], config["intermediate_size"]) == (32, dense)
         assert config["num_hidden_layers"] == 61 and config["kv_lora_rank"] == 512
@@ -63,7 +64,14 @@ class TestRank:
     )
     def test_others_are_refused(self, model, layout: str, message: str):
         with pytest.raises(ValueError, match=message):
-            engine.rank_config(model, ParallelLayout.parse(layout))
+            engine.rank_config(model, ParallelLayout.parse(layout), "weights")
+
+    @pytest.mark.parametrize(("layout", "picks"), [("DP1/TP8", 1), ("DP4/TP2", 4), ("DP8/TP1", 8), ("DP1/TP1", 8)])
+    def test_uniform_tokens_meet_the_experts_that_work(self, layout: str, picks: int):
+        """Of LongCat-Flash's 12 picks a token, 8 go to its 512 experts, 4 to the 256 that do nothing."""
+        parsed = ParallelLayout.parse(layout)
+        config = engine.rank_config(LONGCAT_FLASH_THINKING, parsed, "uniform")
+        assert (config["moe_topk"], config["n_routed_experts"], config["zero_expert_num"]) == (picks, 512 // parsed.gpus, 0)
 
     @pytest.mark.parametrize("model", [DEEPSEEK_V3_1, LONGCAT_FLASH_THINKING], ids=lambda model: model.name)
     @pytest.mark.parametrize("layout", [ParallelLayout(1, 1), ParallelLayout(8, 1)], ids=str)
@@ -72,7 +80,7 @@ class TestRank:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        engine.write_model(tmp_path, engine.rank_config(model, layout))
+        engine.write_model(tmp_path, engine.rank_config(model, layout, "weights"))
         config = AutoConfig.from_pretrained(tmp_path)
         del config.quantization_config
         with torch.device("meta"):

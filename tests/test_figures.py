@@ -363,12 +363,12 @@ def test_what_vllm_measured_stands_in_its_table(tmp_path: Path) -> None:
     assert "NOT RUN (FAKE reason: no such GPU.)" in text and "%" not in text
     fake.tables["serving", "serving.csv"] = table.assign(
         agreement=0.99512, n=1024, prompts=4, cached_tokens=640, kv_tokens=6400, early_bytes=2**20, late_bytes=3 * 2**20,
-        long_steps=2000, status="ok", reason=None, gpu="NVIDIA H200",
+        long_steps=2000, tokens_per_step=1.253, status="ok", reason=None, gpu="NVIDIA H200",
     )  # fmt: skip
     assert draw("table_serving", fake.write(root)) == 0
     text = (root / "tables" / "table_serving.md").read_text()
-    assert "measured here (NVIDIA H200" in text and "at the end of 2000 decode steps" in text
-    assert re.search(r"SnapMLA +\| SnapMLA +\| +99.51% \| +1024 \| +640 \| +6400 \| +2.0 \|", text)
+    assert "measured here (NVIDIA H200" in text and "at the end of 2000 decoded tokens" in text
+    assert re.search(r"SnapMLA +\| +2 \| SnapMLA +\| +99.51% \| +1024 \| +640 \| +6400 \| +1.25 \| +2.0 \|", text)
 
 
 def test_the_time_of_a_token_is_attention_and_the_rest(tmp_path: Path) -> None:
@@ -385,10 +385,12 @@ def test_the_time_of_a_token_is_attention_and_the_rest(tmp_path: Path) -> None:
     fake = Fake()
     engine_measured(fake)
     whole = fake.tables[THROUGHPUT].query("source == 'measured'")
-    fake.tables[THROUGHPUT] = pd.concat([fake.tables[THROUGHPUT], whole.assign(pool_gb=20.0, tokens_per_s=whole["tokens_per_s"] / 2)])
+    smaller = whole.assign(pool_gb=20.0, tokens_per_s=whole["tokens_per_s"] / 2)
+    fake.tables[THROUGHPUT] = pd.concat([whole.assign(layout="DP4/TP2"), fake.tables[THROUGHPUT], smaller])
     root = fake.write(tmp_path)
     assert draw("fig1b", root) == 0
     svg = (root / "figures" / "fig1b.svg").read_text()
+    assert ", DP8/TP1" in svg and "DP4/TP2" not in svg  # the paper's best layout of what was measured
     assert re.findall(r'id="source-\d+-([a-z-]+)"', svg) == ["measured"] * 2
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_engine import GPU, program
 from test_perf_experiments import compose
 from test_transformers_integration import build
@@ -39,6 +40,34 @@ def test_every_second_prompt_begins_alike() -> None:
     prompts = experiment.prompts_of(torch.arange(5000), 6, [65, 300], 640)
     assert [len(prompt) for prompt in prompts] == [65, 705, 300, 940, 65, 705]
     assert prompts[1][:640] == prompts[3][:640] == list(range(640)) and prompts[0][0] >= 640
+
+
+def test_a_module_is_made_of_the_last_layer(tmp_path: Path) -> None:
+    model, folder = build("v3"), tmp_path / "model"
+    model.config.num_nextn_predict_layers = 0
+    model.save_pretrained(folder)
+    made = serving.with_mtp(folder, tmp_path / "mtp")
+    config = json.loads((made / "config.json").read_text())
+    layers, dense = (model.config.num_hidden_layers, model.config.first_k_dense_replace)
+    assert config["num_nextn_predict_layers"] == 1 and config["num_hidden_layers"] == layers
+    assert config["first_k_dense_replace"] == dense + (dense == layers)  # the module's layer is dense or not as the last one
+    of_model, module = (load_file(made / name) for name in ("model.safetensors", "mtp.safetensors"))
+    own = f"model.layers.{layers}."
+    assert all(name.startswith(own) for name in module)
+    for name, of_module in module.items():
+        copied = name.replace(own, f"model.layers.{layers - 1}.")
+        if copied in of_model:
+            assert torch.equal(of_module, of_model[copied])
+    assert {name.replace(own, f"model.layers.{layers - 1}.") for name in module} >= {
+        name for name in of_model if name.startswith(f"model.layers.{layers - 1}.")
+    }
+    hidden = model.config.hidden_size
+    embedded, behind = torch.randn(2, hidden, dtype=module[f"{own}eh_proj.weight"].dtype)
+    assert torch.equal(torch.cat([embedded, behind]) @ module[f"{own}eh_proj.weight"].T, behind)
+    assert serving.with_mtp(made, tmp_path / "again") == made
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="must have a multi-token prediction module or be DeepSeek-V3's"):
+        serving.with_mtp(folder, tmp_path / "none")
 
 
 def run_of(**changes: object) -> serving.GenerateRun:
@@ -91,7 +120,7 @@ def test_memory_is_watched_while_sequences_run(monkeypatch: pytest.MonkeyPatch) 
 
     fake = Engine()
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0 if fake.made == 100 else 1000 + fake.made)
-    assert vllm_generate.long_decode(fake, [[1], [2]], 100) == (1025, 1099)
+    assert vllm_generate.long_decode(fake, [[1], [2]], 100) == (1025, 1099, 100)
 
 
 class TestRows:
@@ -104,7 +133,8 @@ class TestRows:
         def generate(run: serving.GenerateRun, python: str, settings: dict) -> dict:
             self.runs.append((run, settings))
             tokens = [[5] * run.max_tokens for _ in run.prompts]
-            return {"tokens": tokens, "cached_tokens": 7, "kv_tokens": 640, "early_bytes": 1, "late_bytes": 2, "vllm": "0.25.1"}
+            told = {"cached_tokens": 7, "kv_tokens": 640, "early_bytes": 1, "late_bytes": 2, "tokens_per_step": 1.0}
+            return told | {"tokens": tokens, "vllm": "0.25.1"}
 
         def likeliest(model: object, prompts: list, answers: list, variant: str) -> torch.Tensor:
             found = torch.tensor(answers)
@@ -113,10 +143,11 @@ class TestRows:
 
         monkeypatch.setattr(serving, "generate", generate)
         monkeypatch.setattr(serving, "likeliest", likeliest)
-        self.origin = lambda: ("folder", types.SimpleNamespace(model=None, tokens=torch.arange(9000)))
+        self.origin = lambda: (Path("folder"), types.SimpleNamespace(model=None, tokens=torch.arange(9000)))
 
     def test_one_row_for_each_pair(self) -> None:
-        cfg = compose("serving", "prompts=5", "tokens=8", "lengths=[65,100]", "+measure.environment.MINE=x")
+        changes = "prompts=5", "tokens=8", "lengths=[65,100]", "+measure.environment.MINE=x", "measure.speculative_tokens=[0]"
+        cfg = compose("serving", *changes)
         rows = experiment.measured_rows(cfg, self.origin, lambda message: None)
         assert all(tuple(row) == experiment.COLUMNS for row in rows)
         assert [(row["backend"], row["against"], row["agreement"]) for row in rows] == [
@@ -127,10 +158,21 @@ class TestRows:
         (run, settings), *_ = self.runs
         assert len(self.runs) == 3 and settings == {"MINE": "x"} and run.max_model_len == 64 + 2000 + 1
 
+    def test_speculative_tokens_have_their_own_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[tuple[Path, Path]] = []
+        monkeypatch.setattr(serving, "with_mtp", lambda folder, out: made.append((folder, out)) or out)
+        cfg = compose("serving", "prompts=5", "tokens=8", "measure.backends=[FLASHMLA]", "measure.speculative_tokens=[0,3]")
+        rows = experiment.measured_rows(cfg, self.origin, lambda message: None)
+        assert [row["speculative_tokens"] for row in rows] == [0, 3]
+        (plain, _), (speculative, _) = self.runs
+        assert (plain.model, plain.speculative_tokens) == ("folder", 0) and speculative.speculative_tokens == 3
+        assert made == [(Path("folder"), Path(speculative.model))]
+        assert speculative.max_model_len == plain.max_model_len + 3
+
     def test_a_machine_without_vllm_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: "FAKE reason.")
         rows = experiment.measured_rows(compose("serving"), self.origin, lambda message: None)
-        assert [(row["status"], row["reason"]) for row in rows] == [("not run", "FAKE reason.")] * 4 and not self.runs
+        assert [(row["status"], row["reason"]) for row in rows] == [("not run", "FAKE reason.")] * 8 and not self.runs
 
     @pytest.mark.parametrize(
         ("override", "message"),

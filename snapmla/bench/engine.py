@@ -83,16 +83,20 @@ class EngineRun:
     data_parallel_size: int = 1
 
 
-def rank_config(model: MLAModel, layout: ParallelLayout) -> dict:
+def rank_config(model: MLAModel, layout: ParallelLayout, routing: str) -> dict:
     """config.json of one GPU's share of a model in a layout, for vLLM; in DP1/TP1 of the whole model.
 
     Heads, dense MLPs and vocabulary are divided by tp, experts by all GPUs; each token picks so many of the rank's experts
-    as the node's tokens do under balanced routing. A shared expert is whole, though tp would divide it.
+    as the node's tokens do under balanced routing. A shared expert is whole, though tp would divide it. LongCat-Flash's zero
+    experts, which do nothing, are left out in uniform routing, with the picks that go to them: vLLM's simulator knows none.
 
     Raises ValueError for a model of another architecture than DeepSeek-V3's or LongCat-Flash's, or a layout that does not
     divide it.
     """
-    whole = model.routed_experts, model.zero_experts, model.experts_per_token * layout.dp
+    zero_experts, picks = model.zero_experts, model.experts_per_token
+    if routing == "uniform":
+        zero_experts, picks = 0, picks * model.routed_experts // (model.routed_experts + zero_experts)
+    whole = model.routed_experts, zero_experts, picks * layout.dp
     if any(x % layout.gpus for x in whole):
         raise ValueError(f"layout must divide the experts of {model.name} and their picks, got {layout}.")
     experts, zero_experts, picks = (x // layout.gpus for x in whole)

@@ -6,10 +6,13 @@ another and says which one it would have written: where both agree, they agree o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from snapmla.bench.engine import answers_of, environment, start
@@ -19,7 +22,8 @@ from snapmla.integrations.transformers_cache import PagedLatents
 
 @dataclass(frozen=True)
 class GenerateRun:
-    """What `vllm_generate` reads. prompts: token ids; long_steps: of the decode whose memory is watched; the rest is vLLM's."""
+    """What `vllm_generate` reads. prompts: token ids; long_steps: of the decode whose memory is watched; speculative_tokens: a
+    step, by the model's multi-token prediction module; the rest is vLLM's."""
 
     model: str
     backend: str
@@ -30,6 +34,44 @@ class GenerateRun:
     max_num_batched_tokens: int
     gpu_memory_utilization: float
     compilation_config: dict
+    speculative_tokens: int = 0
+
+
+def with_mtp(folder: Path, out: Path) -> Path:
+    """The folder of a DeepSeek-V3 checkpoint with a multi-token prediction module (DeepSeek-V3 report, section 2.2): `folder`
+    itself if it has one, else `out`, with one made of its last layer, behind the model's last hidden state. Nobody has trained
+    it: it repeats what the model has just predicted, which is right where text repeats itself, so drafts of both fates occur.
+
+    Raises ValueError where there is none and not one model.safetensors to make it from.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("num_nextn_predict_layers"):
+        return folder
+    weights = folder / "model.safetensors"
+    if config["model_type"] != "deepseek_v3" or not weights.is_file():
+        raise ValueError(
+            f"For speculative tokens source.path must have a multi-token prediction module or be DeepSeek-V3's model.safetensors, got {folder}."
+        )
+    layers, of_model = config["num_hidden_layers"], load_file(weights)
+    last, own = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    norm = of_model["model.norm.weight"]
+    module = {own + name.removeprefix(last): x for name, x in of_model.items() if name.startswith(last)}
+    module |= {
+        f"{own}enorm.weight": torch.ones_like(norm),
+        f"{own}hnorm.weight": torch.ones_like(norm),
+        f"{own}eh_proj.weight": torch.eye(len(norm), 2 * len(norm), dtype=norm.dtype).roll(len(norm), 1),
+        f"{own}shared_head.norm.weight": norm,
+        f"{own}shared_head.head.weight": of_model["lm_head.weight"],
+        f"{own}embed_tokens.weight": of_model["model.embed_tokens.weight"],
+    }
+    config["num_nextn_predict_layers"] = 1
+    if config["first_k_dense_replace"] == layers:  # the last layer is dense
+        config["first_k_dense_replace"] += 1
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (out / weights.name).symlink_to(weights.resolve())
+    save_file({name: x.clone() for name, x in module.items()}, out / "mtp.safetensors")
+    return out
 
 
 def generate(run: GenerateRun, python: str, settings: dict[str, str] | None = None) -> dict:

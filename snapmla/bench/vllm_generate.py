@@ -2,8 +2,8 @@
 
     python -m snapmla.bench.vllm_generate < run.json       # a `serving.GenerateRun`
 
-CUDA graphs, prefix caching and chunked prefill are on. Answers one line: each prompt's tokens, the cache's size, and the
-memory that torch holds early and late in a long decode.
+CUDA graphs, prefix caching and chunked prefill are on. Answers one line: each prompt's tokens, the cache's size, and of a long
+decode its steps and the memory that torch holds early and late.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from snapmla.bench.engine import answer
 from snapmla.bench.serving import GenerateRun
 
 
-def long_decode(engine, prompts: list[list[int]], steps: int) -> tuple[int, int]:
-    """Bytes that torch has allocated on the GPU after a quarter of so many steps, and after all of them."""
+def long_decode(engine, prompts: list[list[int]], tokens: int) -> tuple[int, int, int]:
+    """Bytes that torch has allocated on the GPU after a quarter of so many tokens of each prompt, and after all of them; and
+    the engine's steps."""
     import torch
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=0.0, detokenize=False)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
     for i, prompt in enumerate(prompts):
         engine.add_request(f"long-{i}", TokensPrompt(prompt_token_ids=prompt), params)
-    early = late = made = 0
+    early = late = made = steps = 0
     while engine.has_unfinished_requests():
+        steps += 1
         for output in engine.step():
             made = max(made, len(output.outputs[0].token_ids))
-        if not early and made >= steps // 4:
+        if not early and made >= tokens // 4:
             early = torch.cuda.memory_allocated()
-        if made < steps:
+        if made < tokens:
             late = torch.cuda.memory_allocated()
-    return early, late
+    return early, late, steps
 
 
 def main() -> None:
@@ -40,6 +42,9 @@ def main() -> None:
     from vllm import LLM, SamplingParams, __version__
     from vllm.inputs import TokensPrompt
 
+    drafts = None
+    if run.speculative_tokens:  # vLLM would select another backend, with another cache, for the module's layer
+        drafts = {"method": "mtp", "num_speculative_tokens": run.speculative_tokens, "attention_backend": run.backend}
     llm = LLM(
         model=run.model,
         skip_tokenizer_init=True,
@@ -51,11 +56,12 @@ def main() -> None:
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
         compilation_config=run.compilation_config,
+        speculative_config=drafts,
     )
     params = SamplingParams(max_tokens=run.max_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
     given = [TokensPrompt(prompt_token_ids=prompt) for prompt in run.prompts]
     done = llm.generate(given, params, use_tqdm=False)
-    early, late = long_decode(llm.llm_engine, [prompt[:64] for prompt in run.prompts[:8]], run.long_steps)
+    early, late, steps = long_decode(llm.llm_engine, [prompt[:64] for prompt in run.prompts[:8]], run.long_steps)
     cache = llm.llm_engine.vllm_config.cache_config
     answer(
         tokens=[list(output.outputs[0].token_ids) for output in done],
@@ -63,6 +69,7 @@ def main() -> None:
         kv_tokens=cache.num_gpu_blocks * cache.block_size,
         early_bytes=early,
         late_bytes=late,
+        tokens_per_step=run.long_steps / steps,
         vllm=__version__,
     )
 

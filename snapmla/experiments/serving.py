@@ -4,16 +4,20 @@
 
 vLLM writes greedily, with CUDA graphs, prefix caching and chunked prefill on; the Transformers integration, given the same
 tokens one after another, says which it would have written (`snapmla.bench.serving`). Between two BF16 backends the agreement
-is what roundings alone leave.
+is what roundings alone leave. With speculative tokens, which a multi-token prediction module drafts, a step decodes several
+queries of each sequence, and the answers must stay.
 
 Writes results/serving/serving.csv; "not run" rows where there is no Hopper GPU or no vLLM.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +35,8 @@ ENGINES = {"CUSTOM": ("snapmla", "bf16"), "FLASHMLA": ("bf16",), "FLASH_ATTN_MLA
 """vLLM's backends, and the caches of the Transformers integration that their tokens are held against. CUSTOM is SnapMLA."""
 
 COLUMNS = (
-    "backend", "against", "agreement", "n", "prompts", "cached_tokens", "kv_tokens", "early_bytes", "late_bytes",
-    "long_steps", "engine", "source", "status", "reason", "gpu",
+    "backend", "speculative_tokens", "against", "agreement", "n", "prompts", "cached_tokens", "kv_tokens", "early_bytes", "late_bytes",
+    "long_steps", "tokens_per_step", "engine", "source", "status", "reason", "gpu",
 )  # fmt: skip
 
 
@@ -40,6 +44,7 @@ COLUMNS = (
 class MeasureConfig:
     python: str | None = None
     backends: list[str] = MISSING
+    speculative_tokens: list[int] = MISSING
     max_num_batched_tokens: int = MISSING
     gpu_memory_utilization: float = MISSING
     compilation_config: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +72,7 @@ def prompts_of(text: Tensor, count: int, lengths: list[int], shared: int) -> lis
     ]
 
 
-def measured_rows(cfg: ServingConfig, origin: Callable[[], tuple[str, Any]], progress: Callable[[str], None]) -> list[dict]:
+def measured_rows(cfg: ServingConfig, origin: Callable[[], tuple[Path, Any]], progress: Callable[[str], None]) -> list[dict]:
     """The rows of serving.csv. origin: gives the checkpoint's folder and the loaded source, where they are needed."""
     measure, gpu = cfg.measure, hopper_gpu()
     if unknown := set(measure.backends) - set(ENGINES):
@@ -79,39 +84,42 @@ def measured_rows(cfg: ServingConfig, origin: Callable[[], tuple[str, Any]], pro
     if reason is None:
         folder, model = origin()
         prompts = prompts_of(model.tokens.cpu(), cfg.prompts, cfg.lengths, cfg.shared)
-    for backend in measure.backends:
-        common = dict.fromkeys(COLUMNS) | {"backend": backend, "source": "measured", "gpu": gpu}
+    for backend, speculative in itertools.product(measure.backends, measure.speculative_tokens):
+        common = dict.fromkeys(COLUMNS) | {"backend": backend, "speculative_tokens": speculative, "source": "measured", "gpu": gpu}
         if reason:
             rows += [common | {"against": against, "status": "not run", "reason": reason} for against in ENGINES[backend]]
             continue
-        run = serving.GenerateRun(
-            model=folder,
-            backend=backend,
-            prompts=prompts,
-            max_tokens=cfg.tokens,
-            long_steps=cfg.long_steps,
-            max_model_len=max(max(map(len, prompts)) + cfg.tokens, 64 + cfg.long_steps) + 1,
-            max_num_batched_tokens=measure.max_num_batched_tokens,
-            gpu_memory_utilization=measure.gpu_memory_utilization,
-            compilation_config=measure.compilation_config,
-        )
-        answer = serving.generate(run, python, measure.environment)
+        with tempfile.TemporaryDirectory() as place:
+            run = serving.GenerateRun(
+                model=str(serving.with_mtp(folder, Path(place)) if speculative else folder),
+                backend=backend,
+                prompts=prompts,
+                max_tokens=cfg.tokens,
+                long_steps=cfg.long_steps,
+                max_model_len=max(max(map(len, prompts)) + cfg.tokens, 64 + cfg.long_steps) + speculative + 1,
+                max_num_batched_tokens=measure.max_num_batched_tokens,
+                gpu_memory_utilization=measure.gpu_memory_utilization,
+                compilation_config=measure.compilation_config,
+                speculative_tokens=speculative,
+            )
+            answer = serving.generate(run, python, measure.environment)
+        told = ("cached_tokens", "kv_tokens", "early_bytes", "late_bytes", "tokens_per_step")
+        common |= {name: answer[name] for name in told}
+        common |= {"prompts": len(prompts), "long_steps": cfg.long_steps, "engine": f"vLLM {answer['vllm']}", "status": "ok"}
         written = torch.tensor(answer["tokens"])
         for against in ENGINES[backend]:
             agrees = serving.likeliest(model.model, prompts, answer["tokens"], against) == written
-            row = common | {name: answer[name] for name in ("cached_tokens", "kv_tokens", "early_bytes", "late_bytes")}
-            row |= {"against": against, "agreement": agrees.float().mean().item(), "n": agrees.numel()}
-            row |= {"prompts": len(prompts), "long_steps": cfg.long_steps, "engine": f"vLLM {answer['vllm']}", "status": "ok"}
-            progress(f"{backend} against {against}: {row['agreement']:.2%} of {row['n']} tokens")
+            row = common | {"against": against, "agreement": agrees.float().mean().item(), "n": agrees.numel()}
+            progress(f"{backend}, {speculative} speculative, against {against}: {row['agreement']:.2%} of {row['n']} tokens")
             rows.append(row)
     return rows
 
 
 @application("serving", ServingConfig)
 def main(cfg: ServingConfig, run: Run) -> None:
-    def origin() -> tuple[str, Any]:
+    def origin() -> tuple[Path, Any]:
         folder = cfg.source.path or run.input("probe", "model")
-        return str(folder), _source.load(cfg.source, run)
+        return Path(folder), _source.load(cfg.source, run)
 
     rows = measured_rows(cfg, origin, run.progress)
     run.write_table("serving.csv", rows)
@@ -119,7 +127,7 @@ def main(cfg: ServingConfig, run: Run) -> None:
         run.progress(f"not run: {reason}")
     for row in rows:
         if row["status"] == "ok":
-            run.log({f"agreement/{row['backend']}/{row['against']}": row["agreement"]})
+            run.log({f"agreement/{row['backend']}/{row['speculative_tokens']}/{row['against']}": row["agreement"]})
 
 
 if __name__ == "__main__":

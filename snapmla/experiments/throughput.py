@@ -250,7 +250,7 @@ def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> tup
     ):
         model, layout = get_model(name), ParallelLayout.parse(layout_name)
         node = measure.scope == "node" or (measure.scope == "auto" and torch.cuda.device_count() >= layout.gpus)
-        config = engine.rank_config(model, ParallelLayout(1, 1) if node else layout)
+        config = engine.rank_config(model, ParallelLayout(1, 1) if node else layout, routing)
         if dry:
             planned = engine.engine_plan(engine_run(cfg, model, layout, variant, routing, node, "FOLDER"), python)
             progress(f"{name}, {layout_name}, {variant}, {routing}: {json.dumps(planned | {'config.json': config})}")
