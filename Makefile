@@ -47,7 +47,7 @@ PACKAGE_STAMP := $(VENV)/.made-package
 # A CUDA build of torch brings CUDA packages of its own, and a GPU machine its toolkit.
 TOOLS_STAMP := $(if $(filter cpu,$(TARGET)),$(VENV)/.made-tools)
 
-.PHONY: all kernels test figures sync record lint setup deps flashmla lock clean distclean help
+.PHONY: all kernels test figures report sync record lint setup deps flashmla lock clean distclean help
 
 all: setup ## run the whole workflow: every figure, table and claim (SIZE=full, short or large)
 	@echo "== workflow ($(SIZE))"
@@ -58,6 +58,9 @@ kernels: $(if $(shell command -v $${NVCC:-nvcc}),,$(VENV_STAMP) $(TOOLS_STAMP)) 
 
 figures: setup ## redraw the figures and tables from the result files
 	@$(RUN) $(PY) -m snakemake figures --configfile "conf/workflow/$(SIZE).yaml" --cores $(CORES) $(SNAKEMAKE_ARGS)
+
+report: setup ## one HTML of what `make all` made: claims, figures, tables, times (results/report.html)
+	@$(RUN) $(PY) -m snakemake all --report report.html --configfile "conf/workflow/$(SIZE).yaml" --cores 1
 
 test: setup ## run the tests; GPU tests skip without a Hopper GPU (PYTEST_ARGS="-k cache")
 	@echo "== tests"

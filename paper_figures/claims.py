@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pages
 import pandas as pd
 import sources
 from fig1 import COLUMNS as THROUGHPUT
@@ -387,6 +388,8 @@ def build(results: Results) -> pd.DataFrame:
     counts = ", ".join(f"{(table['status'] == status).sum()} {status}" for status in (PASS, FAIL, NOT_RUN))
     shown = table.map(lambda cell: str(cell).replace("|", "\\|") or "–")
     write_text(results.root / "claims.csv", table.to_csv(index=False, lineterminator="\n"))
+    experiments = sorted({file.split("/")[0] for _, files in JUDGES.values() for file in files})
+    write_text(results.root / "claims.html", pages.claims(table, counts, results.machines(experiments)))
     write_text(results.root / "claims.md", f"# Claims: {counts}\n\n{markdown(shown)}\n")
     return table
 

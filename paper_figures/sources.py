@@ -98,6 +98,17 @@ class Results:
         commit += "+changes" if provenance.get("dirty") else ""
         return Source("measured", gpu or cpu_name(provenance), f"commit {commit}")
 
+    def machines(self, experiments: Iterable[str]) -> pd.DataFrame:
+        """Who measured each experiment of this run: machine, date, commit and versions; without those that did not run."""
+        rows = []
+        for name in experiments:
+            if told := self._run(name, "provenance"):
+                gpus = ", ".join(gpu["name"] for gpu in told.get("gpus") or ())
+                versions = (f"{package} {told[package]}" for package in ("python", "torch") if told.get(package))
+                label = self.measured(name, gpus)
+                rows.append((name, label.where, str(told.get("date", ""))[:10], label.detail.removeprefix("commit "), ", ".join(versions)))
+        return pd.DataFrame(rows, columns=["Experiment", "Machine", "Date", "Commit", "Versions"])
+
     def model(self, experiment: str) -> str:
         """The model that an experiment measured: the path in its configuration, or the probe model."""
         return (self._run(experiment, "config").get("source") or {}).get("path") or "the probe model"

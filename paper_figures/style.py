@@ -19,6 +19,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import pages
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -233,6 +234,10 @@ def markdown(table: pd.DataFrame) -> str:
     return table.to_markdown(index=False, disable_numparse=True, colalign=_alignment(table))
 
 
+def html(table: pd.DataFrame) -> str:
+    return pages.table(list(table), [[pages.text(cell) for cell in row] for row in table.to_numpy()], _alignment(table))
+
+
 def _alignment(table: pd.DataFrame) -> list[str]:
     """Numbers to the right, text to the left. Every cell is text already; "–" stands for not run."""
     return ["right" if table[name].str.fullmatch(r"[-+]?\d.*|–").all() else "left" for name in table]
@@ -256,8 +261,9 @@ def latex(table: pd.DataFrame, caption: str, label: str) -> str:
 def save_table(
     root: Path, name: str, tidy: pd.DataFrame, shown: Sequence[tuple[str, pd.DataFrame]]
 ) -> list[Path]:
-    """Write ``root/tables/name`` as .csv (``tidy``), .md and .tex (``shown``: captions, tables of text)."""
+    """Write ``root/tables/name`` as .csv (``tidy``), .md, .html and .tex (``shown``: captions, tables of text)."""
     folder = root / "tables"
+    page = pages.fragment(*(f"<p>{pages.text(caption)}</p>\n{html(table)}" for caption, table in shown))
     md = "\n\n".join(f"{caption}\n\n{markdown(table)}" for caption, table in shown)
     tex = "\n".join(
         latex(table, caption, f"tab:{name}-{number}") for number, (caption, table) in enumerate(shown, 1)
@@ -265,5 +271,6 @@ def save_table(
     return [
         write_text(folder / f"{name}.csv", tidy.to_csv(index=False, lineterminator="\n")),
         write_text(folder / f"{name}.md", md + "\n"),
+        write_text(folder / f"{name}.html", page),
         write_text(folder / f"{name}.tex", "% Needs \\usepackage{booktabs}.\n" + tex),
     ]

@@ -5,6 +5,7 @@ verdicts.
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import re
 import subprocess
@@ -72,11 +73,20 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_item_is_written_in_every_format(drawn: Path) -> None:
     expected = {f"{name}.{suffix}" for name in FIGURES for suffix in ("pdf", "svg", "png")}
-    expected |= {f"{name}.{suffix}" for name in TABLES for suffix in ("csv", "md", "tex")} | {
-        "claims.csv",
-        "claims.md",
-    }
+    expected |= {f"{name}.{suffix}" for name in TABLES for suffix in ("csv", "md", "html", "tex")}
+    expected |= {f"claims.{suffix}" for suffix in ("csv", "md", "html")}
     assert set(outputs(drawn)) == expected  # and no temporary file is left
+
+
+def test_pages_have_what_the_tables_have(drawn: Path) -> None:
+    claims, page = pd.read_csv(drawn / "claims.csv"), (drawn / "claims.html").read_text()
+    assert re.findall(r"<b style=.*?>([A-Z ]+)</b>", page) == claims["status"].tolist()
+    assert all(html.escape(text) in page for text in (*claims["claim"], *claims["tolerance"], *claims["detail"]))
+    assert "<td>fidelity</td><td>FAKE-9000 (2 cores)</td>" in page  # the environment, of run.json
+    for name in TABLES:
+        text, page = ((drawn / "tables" / f"{name}.{suffix}").read_text() for suffix in ("md", "html"))
+        shown = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|:")]
+        assert page.count("<tr>") == len([line for line in shown if not re.fullmatch(r"[|:-]+", line)]), name
 
 
 def test_a_second_process_writes_the_same_bytes(drawn: Path, tmp_path: Path) -> None:

@@ -125,8 +125,8 @@ def build(folder: Path) -> Path:
     (figures / "published").mkdir(parents=True)
     (figures / "published" / "claims.toml").write_text("x = 1\n")
     made = {name: [f"figures/{name}.{kind}" for kind in ("svg", "pdf", "png")] for name in FIGURES}
-    made |= {name: [f"tables/{name}.{kind}" for kind in ("csv", "md", "tex")] for name in TABLES}
-    made["claims"] = ["claims.csv", "claims.md"]
+    made |= {name: [f"tables/{name}.{kind}" for kind in ("html", "csv", "md", "tex")] for name in TABLES}
+    made["claims"] = ["claims.html", "claims.csv", "claims.md"]
     for name, files in made.items():
         (figures / f"{name}.py").write_text(FIGURE.format(files=files))
     return folder

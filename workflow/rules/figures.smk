@@ -1,3 +1,5 @@
+import re
+
 # One rule per figure and table: `python paper_figures/<name>.py` draws it from result files.
 
 FIGURES = {  # and the experiments whose results each shows
@@ -26,9 +28,10 @@ CLAIMS = {"claims": ["throughput", "kernel_bench", "distribution", "fidelity", "
 
 DRAWN = {  # the files of each; the first one stands in the report
     **{name: [f"figures/{name}.{kind}" for kind in ("svg", "pdf", "png")] for name in FIGURES},
-    **{name: [f"tables/{name}.{kind}" for kind in ("csv", "md", "tex")] for name in TABLES},
-    "claims": ["claims.csv", "claims.md"],
+    **{name: [f"tables/{name}.{kind}" for kind in ("html", "csv", "md", "tex")] for name in TABLES},
+    "claims": ["claims.html", "claims.csv", "claims.md"],
 }
+CATEGORIES = dict.fromkeys(FIGURES, "Figures") | dict.fromkeys(TABLES, "Tables") | {"claims": "Claims"}
 
 # Read by the scripts besides results: published values, and measurements recorded on other machines.
 FIGURE_DATA = [*(ROOT / "paper_figures/published").glob("*.*"), *(ROOT / "results/recorded").glob("*/*.*")]
@@ -47,7 +50,9 @@ for name, shown in (FIGURES | TABLES | CLAIMS).items():
             report(
                 DRAWN[name][0],
                 caption=f"../report/{name}.rst",
-                category="Figures" if name in FIGURES else "Tables",
+                category=CATEGORIES[name],
+                # "fig1b" -> "Fig 1b", "table_kernels" -> "Table kernels"
+                labels={"item": re.sub(r"(?<=[a-z])_?(?=\d)|_", " ", name).capitalize()},
             ),
             DRAWN[name][1:],
         params:
