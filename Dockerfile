@@ -90,5 +90,7 @@ ENV SNAPMLA_COMMIT=${SNAPMLA_COMMIT} \
     LOGNAME=snapmla \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
+# What it finds while the container runs, with a sentence of advice, is in `docker inspect`.
+HEALTHCHECK --interval=10m --timeout=60s --retries=1 CMD ["/opt/venv/bin/python", "-m", "snapmla.preflight", "--running"]
 ENTRYPOINT ["/usr/bin/env"]
 CMD ["snakemake", "all"]

@@ -160,6 +160,26 @@ def test_dockerfile_pins() -> None:
     assert arguments["TARGET"] in torch_targets()
 
 
+def test_apptainer_definition() -> None:
+    """From the image that the workflow names, with sections that Apptainer knows and its shell reads."""
+    text = (ROOT / "apptainer.def").read_text(encoding="utf-8")
+    header, *sections = re.split(r"^%", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+    image = re.search(r'^container: "docker-daemon://(.+)"$', (ROOT / "workflow/Snakefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert header.split() == ["Bootstrap:", "docker-daemon", "From:", image[1]]
+    bodies = dict(section.split("\n", 1) for section in sections)
+    assert list(bodies) == ["help", "environment", "runscript", "test"]
+    for name in ("environment", "runscript", "test"):
+        done = subprocess.run(["sh", "-n"], input=bodies[name], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"%{name}: {done.stderr}"
+    # What the image sets and the definition repeats is the same.
+    of_image = dict(re.findall(r"^(?:ENV|   ) (\w+)=(\S+)", DOCKERFILE, re.MULTILINE))
+    repeated = dict(re.findall(r"\b([A-Z]\w+)=(\S+)", bodies["environment"]))
+    assert "SNAPMLA_RESULTS" in repeated
+    assert {name: value for name, value in repeated.items() if name in of_image} == {
+        name: of_image[name] for name in repeated if name in of_image
+    }
+
+
 def test_wheel_holds_the_package_and_its_configurations(tmp_path: Path) -> None:
     """Where there is no checkout, snapmla.results.conf_dir looks beside the package."""
     pytest.importorskip("hatchling")

@@ -103,5 +103,16 @@ def other_processes() -> list[int]:
     return [pid for pid in pids if pid != os.getpid()]
 
 
+def query(*fields: str) -> dict[str, str] | None:
+    """What nvidia-smi says of the GPU, field by field, numbers without units; None without an answer."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", _device()]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    return dict(zip(fields, values, strict=True)) if done.returncode == 0 and len(values) == len(fields) else None
+
+
 def _device() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
