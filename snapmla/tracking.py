@@ -70,16 +70,17 @@ class Tracker:
     def files(self, name: str, paths: Sequence[Path], root: Path | None = None) -> None:
         """Keeps copies of files as an artifact, named by their paths below ``root`` (default: by their names
         alone)."""
+        self._guard("files", lambda run: run.log_artifact(_artifact(name, paths, root)))
+
+    def uses(self, name: str, paths: Sequence[Path]) -> None:
+        """Notes that this run has read the files of ``files(name, paths)``: W&B knows an artifact by its contents."""
 
         def call(run: Any) -> None:
-            import wandb
+            # What use_artifact does with an artifact that W&B has not got yet; itself it refuses offline runs, which `sync`
+            # uploads as they are.
+            run._log_artifact(_artifact(name, paths), is_user_created=True, use_after_commit=True)
 
-            artifact = wandb.Artifact(re.sub(r"[^\w.-]", "_", name), type="result")
-            for path in paths:
-                artifact.add_file(str(path), name=path.relative_to(root).as_posix() if root else path.name)
-            run.log_artifact(artifact)
-
-        self._guard("files", call)
+        self._guard("uses", call)
 
     def finish(self, succeeded: bool = True) -> None:
         """Ends the run; waits at most ``FINISH_TIMEOUT`` seconds for an upload."""
@@ -94,6 +95,20 @@ class Tracker:
             if what not in self._warned:
                 warn(f"{what} failed", error)
             self._warned.add(what)
+
+
+def result_files(folder: Path) -> list[Path]:
+    """What is kept of an experiment's folder: its tables, and the run.json that says where they come from."""
+    return sorted((*folder.glob("*.csv"), *folder.glob("*.json")))
+
+
+def _artifact(name: str, paths: Sequence[Path], root: Path | None = None) -> Any:
+    import wandb
+
+    artifact = wandb.Artifact(re.sub(r"[^\w.-]", "_", name), type="result")
+    for path in paths:
+        artifact.add_file(str(path), name=path.relative_to(root).as_posix() if root else path.name)
+    return artifact
 
 
 def start(
@@ -153,7 +168,8 @@ def sync(results_dir: Path) -> int:
 
 
 def log_figures(results_dir: Path, mode: str, project: str, entity: str | None) -> None:
-    """Logs every figure (PNG), table and claim below ``results_dir``, and all their files as one artifact."""
+    """Logs every figure (PNG), table and claim below ``results_dir``, and all their files as one artifact, made of the
+    experiments' ones."""
     figures = sorted((results_dir / "figures").glob("*.png"))
     tables = [*sorted((results_dir / "tables").glob("*.csv")), *results_dir.glob("claims.csv")]
     if not figures and not tables:
@@ -171,6 +187,8 @@ def log_figures(results_dir: Path, mode: str, project: str, entity: str | None) 
         tracker.image(path.stem, path)
     for path in tables:
         tracker.table(path)
+    for run in sorted(results_dir.glob("*/run.json")):
+        tracker.uses(run.parent.name, result_files(run.parent))
     tracker.files("figures", everything, results_dir)
     tracker.finish()
 

@@ -23,7 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 MAX_LINES = 800
-UNLOCKED = {"benchmarks", "browser"}
+UNLOCKED = {"benchmarks", "browser", "review"}
 """Extras that only few want; `make lock` locks the others."""
 
 

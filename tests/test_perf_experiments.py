@@ -247,3 +247,13 @@ def test_values_that_are_not_known():
         throughput.table(compose("throughput", "engine.gpu=A100"))
     with pytest.raises(ValueError, match="cache_format must be one of bf16, snapmla, got 'fp8'"):
         throughput.table(compose("throughput", "variants=[fp8]"))
+
+
+def test_the_longest_contexts_are_tracked() -> None:
+    common = {"variant": "snapmla", "heads": 64, "s_q": 1, "model": None, "status": "ok"}
+    rows = [
+        common | {"context": 4096, "tflops": 2.0}, common | {"context": 1024, "tflops": 1.0},
+        common | {"context": 8192, "tflops": None, "status": "not run"}, common | {"context": 8192, "tflops": 9.0, "s_q": 2},
+        common | {"context": 8192, "tflops": 9.0, "model": "DeepSeek-V3.1"},
+    ]  # fmt: skip
+    assert kernel_bench.longest(rows) == {"tflops/snapmla/64": 2.0}

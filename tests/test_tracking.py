@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,28 @@ def test_an_offline_run_holds_configuration_group_tables_and_files(project: Path
     assert found[-1]["exit"]["exit_code"] == 0
 
 
+def test_what_a_run_reads_is_the_artifact_that_another_has_made(project: Path, tmp_path: Path) -> None:
+    """Lineage, also offline: W&B knows an artifact by its digest. From raw rows to what is drawn of them."""
+
+    def artifacts(*command: str) -> dict[str, dict[str, Any]]:
+        shutil.rmtree(tmp_path / "wandb", ignore_errors=True)
+        places = {"PYTHONPATH": str(project), "SNAPMLA_RESULTS": str(tmp_path), "WANDB_MODE": None}
+        done = toy_project.run(*command, cwd=tmp_path, **places)
+        assert done.returncode == 0 and "W&B" not in done.stdout, done.stdout
+        kept = [record["artifact"] for record in records(tmp_path) if record["type"] == "artifact"]
+        return {artifact["name"]: artifact for artifact in kept if artifact["type"] == "result"}
+
+    made = artifacts("snapmla.experiments.probe", "rows=2")
+    read = artifacts("snapmla.experiments.latents", "rows=2")
+    assert set(made) == {"probe"} and not made["probe"].get("use_after_commit")
+    assert set(read) == {"probe", "latents"} and read["probe"]["use_after_commit"]
+    assert read["probe"]["digest"] == made["probe"]["digest"] != read["latents"]["digest"]
+    (tmp_path / "claims.csv").write_text("claim,status\na,PASS\n")
+    drawn = artifacts("snapmla.tracking", "log-figures", "--mode", "offline")
+    assert {name for name, artifact in drawn.items() if artifact.get("use_after_commit")} == {"probe", "latents"}
+    assert all(drawn[name]["digest"] == read[name]["digest"] for name in ("probe", "latents"))
+
+
 def test_a_key_without_a_network_makes_an_offline_run_and_one_line(project: Path, tmp_path: Path) -> None:
     done = experiment(project, tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=UNREACHABLE)
     assert done.returncode == 0, done.stdout
@@ -97,9 +120,10 @@ def test_no_call_can_fail_and_each_kind_warns_once(
         tracker.table(tmp_path / "a.csv")
         tracker.image("a", tmp_path / "missing.png")
         tracker.files("a", [tmp_path / "a.csv"])
+        tracker.uses("a", [tmp_path / "a.csv"])
         tracker.finish()
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 5 and all(line.startswith("W&B: ") for line in lines)
+    assert len(lines) == 6 and all(line.startswith("W&B: ") for line in lines)
 
 
 def test_disabled_does_nothing(tmp_path: Path) -> None:

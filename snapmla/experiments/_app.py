@@ -79,6 +79,7 @@ class Run:
         self.results_dir = results_dir
         self._tracker = tracker
         self._started = time.monotonic()
+        self._used: set[str] = set()
 
     @property
     def seconds(self) -> float:
@@ -94,6 +95,9 @@ class Run:
                 f"The input {experiment}/{filename} is missing in {self.results_dir}: "
                 f"make it with `python -m snapmla.experiments.{experiment}`."
             )
+        if experiment not in self._used:
+            self._used.add(experiment)
+            self._tracker.uses(experiment, tracking.result_files(self.results_dir / experiment))
         return path
 
     def write_table(self, filename: str, rows: Sequence[Mapping[str, Any]] | pandas.DataFrame) -> Path:
@@ -268,7 +272,7 @@ def _run(experiment: str, function: Callable[[Any, Run], None], config: DictConf
             function(cfg, run)
             made_by = {**provenance.collect(), "seconds": round(run.seconds, 1)}
             results.write_json(out / "run.json", {**record, "provenance": made_by})
-            tracker.files(experiment, sorted((*out.glob("*.csv"), *out.glob("*.json"))))
+            tracker.files(experiment, tracking.result_files(out))
         succeeded = True
         run.progress(f"wrote {final}")
     finally:

@@ -290,6 +290,12 @@ def roofline_table(cfg: KernelBenchConfig, shapes: list[Shape]) -> list[dict]:
     return rows
 
 
+def longest(rows: list[dict]) -> dict[str, float]:
+    """TFLOPS of each variant and number of heads at its longest context, one query, of Fig 6's rows."""
+    timed = [row for row in rows if row["status"] == "ok" and row["model"] is None and row["s_q"] == 1]
+    return {f"tflops/{row['variant']}/{row['heads']}": row["tflops"] for row in sorted(timed, key=lambda row: row["context"])}
+
+
 @application("kernel_bench", KernelBenchConfig)
 def main(cfg: KernelBenchConfig, run: Run) -> None:
     check(cfg.variant)
@@ -314,6 +320,8 @@ def main(cfg: KernelBenchConfig, run: Run) -> None:
                     run.progress(f"{filename}: {len(rows)} rows")
             if rows:  # none: no variant of the grid is selected
                 run.write_table(filename, rows)
+            if filename == "kernel_bench.csv" and bench:
+                run.log(longest(rows))
             for reason, count in Counter(row["reason"] for row in rows if row["reason"]).items():
                 run.progress(f"{filename}: {count} of {len(rows)} measurements not run: {reason}")
     run.write_table("roofline.csv", roofline_table(cfg, shapes))
