@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy
+import pandas
 import pytest
 import torch
 import toy_project
 from omegaconf import MISSING
 
-from snapmla import results
+from snapmla import results, sweep
 from snapmla.experiments._app import BaseConfig, Run, application, as_overrides, check_overrides
 
 YAML = "rows: 3\nsizes: [1, 2]\npath: null\ninner:\n  steps: ${rows}\n"
@@ -245,12 +246,20 @@ def test_the_same_place_from_every_directory(tmp_path: Path) -> None:
     assert not {"outputs", "multirun"} & {path.name for path in (*project.iterdir(), *Path("/").iterdir())}
 
 
-def test_a_parallel_sweep(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_a_parallel_sweep_makes_one_table(tmp_path: Path, launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
     project = toy_project.build(tmp_path / "project")
-    arguments = ("-m", "rows=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    arguments = ("-m", "rows=1,2", "sizes=[4],[5,6]", "seed=3", f"hydra/launcher={launcher}")
     done = toy_project.run("snapmla.experiments.probe", *arguments, cwd=tmp_path, PYTHONPATH=str(project))
     assert done.returncode == 0, done.stdout
-    for rows in (1, 2):
-        folder = project / "results/sweeps/probe" / f"rows={rows}"
-        assert json.loads((folder / "run.json").read_text())["config"]["rows"] == rows
+    assert sweep.main(["probe", "--file", "training.csv", "--results", str(project / "results")]) == 0
+    table = pandas.read_csv(project / "results/sweeps/training.csv")
+    assert list(table)[:3] == ["config.rows", "config.sizes", "run"]  # not the seed, which all have
+    counts = table.groupby(["config.rows", "config.sizes"]).size()
+    assert counts.to_dict() == {(1, "[4]"): 1, (1, "[5, 6]"): 1, (2, "[4]"): 2, (2, "[5, 6]"): 2}
+    run = json.loads((project / "results/sweeps/probe" / table["run"].iloc[-1] / "run.json").read_text())
+    assert run["config"]["rows"] == table["config.rows"].iloc[-1]
+    assert sweep.main(["quality", "--results", str(project / "results")]) == 1
+    assert "must hold a sweep's runs with quality.csv, got none" in capsys.readouterr().err
+
