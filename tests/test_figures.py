@@ -421,6 +421,14 @@ def test_a_node_is_not_called_one_rank(tmp_path: Path, monkeypatch: pytest.Monke
         assert ("send each other" in text) == (scope == "rank")
 
 
+def test_the_model_is_held_against_what_was_measured() -> None:
+    fig1 = importlib.import_module("fig1")
+    point = {"model": "M", "layout": "DP8/TP1", "variant": "bf16"}
+    measured = pd.DataFrame([point | {"context": c, "tokens_per_s": 100.0} for c in (1024, 2048)] + [point | {"context": 1024, "variant": "fp8"}])
+    modelled = pd.DataFrame([point | {"context": c, "tokens_per_s": t} for c, t in ((1024, 110.0), (2048, 95.0), (4096, 1.0))])
+    assert fig1.model_error(measured, modelled).tolist() == pytest.approx([0.1, -0.05])
+
+
 def test_measured_bars_stand_beside_the_model(tmp_path: Path) -> None:
     fake = Fake()
     engine_measured(fake)

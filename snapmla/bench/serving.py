@@ -6,15 +6,15 @@ another and says which one it would have written: where both agree, they agree o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from snapmla import results
 from snapmla.bench.engine import answers_of, environment, start
 from snapmla.integrations import transformers as hf
 from snapmla.integrations.transformers_cache import PagedLatents
@@ -44,7 +44,7 @@ def with_mtp(folder: Path, out: Path) -> Path:
 
     Raises ValueError where there is none and not one model.safetensors to make it from.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = results.read_json(folder / "config.json")
     if config.get("num_nextn_predict_layers"):
         return folder
     weights = folder / "model.safetensors"
@@ -68,9 +68,9 @@ def with_mtp(folder: Path, out: Path) -> Path:
     if config["first_k_dense_replace"] == layers:  # the last layer is dense
         config["first_k_dense_replace"] += 1
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    results.write_json(out / "config.json", config)
     (out / weights.name).symlink_to(weights.resolve())
-    save_file({name: x.clone() for name, x in module.items()}, out / "mtp.safetensors")
+    results.write_tensors(out / "mtp.safetensors", module)
     return out
 
 
