@@ -78,14 +78,16 @@ RUN make setup TARGET="${TARGET}" VENV=/opt/venv \
     && mkdir -m 1777 /results
 # The commit for the provenance of results: the image has no .git (--build-arg SNAPMLA_COMMIT="$(git rev-parse HEAD)").
 ARG SNAPMLA_COMMIT
-# No home, no passwd entry, a read-only source: what libraries cache goes below /results, and the user's name, which some
-# of them ask for, comes from the environment.
+# No home, no passwd entry, a read-only source: what libraries cache and their temporary files go below /results (also with
+# docker run --read-only), and the user's name, which some of them ask for, comes from the environment.
 ENV SNAPMLA_COMMIT=${SNAPMLA_COMMIT} \
     SNAPMLA_RESULTS=/results \
     PATH=/opt/venv/bin:${PATH} \
     HOME=/results/.home \
     XDG_CACHE_HOME=/results/.cache \
     MPLCONFIGDIR=/results/.cache/matplotlib \
+    TORCHINDUCTOR_CACHE_DIR=/results/.cache/torchinductor \
+    TMPDIR=/results \
     USER=snapmla \
     LOGNAME=snapmla \
     PYTHONDONTWRITEBYTECODE=1 \
