@@ -130,7 +130,7 @@ flashmla: setup ## install FlashMLA, the BF16 baseline (CUDA 13 only)
 lock: $(VENV_STAMP) ## write requirements.lock anew from pyproject.toml (UV_ARGS=--upgrade for newer versions)
 	@$(INSTALL) "uv>=0.9"
 	@cp requirements.lock $(VENV)/requirements.lock 2>/dev/null || true
-	@$(PY) -m uv pip compile pyproject.toml --extra dev --extra launchers --extra slurm --universal --python-version 3.11 --generate-hashes \
+	@$(PY) -m uv pip compile pyproject.toml --extra dev --extra launchers --extra slurm --extra kubernetes --universal --python-version 3.11 --generate-hashes \
 		--quiet --custom-compile-command "make lock" --output-file $(VENV)/requirements.lock $(UV_ARGS)
 	@awk '/^[^ #]/ { keep = !/^(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z]+)==/ } /^#/ || keep' \
 		$(VENV)/requirements.lock > requirements.lock

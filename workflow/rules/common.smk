@@ -27,6 +27,12 @@ os.environ.update(
 if config["tracking"]:
     os.environ.update(WANDB_MODE=config["tracking"])
 
+# The executor plugin for Kubernetes takes it that pods share no files, whatever --shared-fs-usage says, and would copy each
+# through a storage plugin that each pod installs from a package index. Ours share the results folder, which is a volume, and
+# have the sources and the environment in their image.
+if kubernetes := sys.modules.get("snakemake_executor_plugin_kubernetes"):
+    kubernetes.common_settings.implies_no_shared_fs = False
+
 
 def sources(script, *data):
     """Digest of a script, the modules that it imports and its data: contents decide, not a clone's times."""

@@ -79,7 +79,7 @@ for name, experiment in ({} if REDRAW_ONLY else EXPERIMENTS).items():
             ),
         threads: experiment.get("threads", 1)
         resources:
-            gpu=experiment.get("gpu", 0),
+            gpu=experiment.get("gpu"),  # None, not 0: a pod that asks for 0 may go to the GPUs' nodes
         log:
             f"logs/{name}.log",
         benchmark:
