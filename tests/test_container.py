@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from toy_project import FIGURES, REPOSITORY, TABLES
+from toy_project import DRAWN, REPOSITORY, unattended
 
 # What a command mounts and starts ends with it, also when it is killed.
 NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -44,16 +44,7 @@ debootstrap --variant=minbase "$suite" "$("$@" mount "$container")"
 
 
 def run(*command: str | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Runs without a terminal; stdout and stderr come together in ``stdout``."""
-    return subprocess.run(
-        [str(x) for x in command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return unattended(command, timeout)
 
 
 def output(*command: str | Path, timeout: float = 60) -> str:
@@ -174,9 +165,8 @@ def test_health_check_finds_no_fault(container: list[str], image: dict) -> None:
 def test_the_workflow_runs_and_then_has_nothing_to_do(container: list[str], image: dict, results: Path) -> None:
     command = [*container, *image["Cmd"], "--configfile", "conf/workflow/short.yaml"]
     output(*command, timeout=1800)
-    wanted = [f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "pdf", "png")]
-    wanted += [f"tables/{name}.{kind}" for name in TABLES for kind in ("html", "csv", "md", "tex")]
-    assert [name for name in (*wanted, "claims.md") if not (results / name).is_file()] == []
+    wanted = [file for files in DRAWN.values() for file in files]
+    assert [name for name in wanted if not (results / name).is_file()] == []
     assert json.loads((results / "fidelity" / "run.json").read_text())["provenance"]["commit"] == COMMIT
     made = [path for path in results.rglob("*") if path != results / ".home"]
     owners = {path: (path.lstat().st_uid, path.lstat().st_gid) for path in made}

@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -32,6 +34,11 @@ ON_REQUEST = {"benchmarks": ([], ["benchmarks.csv"])}  # what `snakemake all` le
 MEASURING = ("kernel_bench", "throughput", "serving")
 FIGURES = ("fig1", "fig1b", "fig2", "fig3", "fig4", "fig4b", "fig5", "fig6", "fig7", "algorithm1", "fig_accumulation", "fig_drift")
 TABLES = ("table1", "table2", "table_kernels", "table_ablation", "table_serving")
+DRAWN = {  # and the files of each
+    **{name: [f"figures/{name}.{kind}" for kind in ("svg", "pdf", "png")] for name in FIGURES},
+    **{name: [f"tables/{name}.{kind}" for kind in ("html", "csv", "md", "tex")] for name in TABLES},
+    "claims": ["claims.html", "claims.csv", "claims.md"],
+}
 
 EXPERIMENT = '''"""A stand-in for the experiment {name}."""
 
@@ -124,10 +131,7 @@ def build(folder: Path) -> Path:
     figures = folder / "paper_figures"
     (figures / "published").mkdir(parents=True)
     (figures / "published" / "claims.toml").write_text("x = 1\n")
-    made = {name: [f"figures/{name}.{kind}" for kind in ("svg", "pdf", "png")] for name in FIGURES}
-    made |= {name: [f"tables/{name}.{kind}" for kind in ("html", "csv", "md", "tex")] for name in TABLES}
-    made["claims"] = ["claims.html", "claims.csv", "claims.md"]
-    for name, files in made.items():
+    for name, files in DRAWN.items():
         (figures / f"{name}.py").write_text(FIGURE.format(files=files))
     return folder
 
@@ -141,15 +145,21 @@ def environment(**changes: str | None) -> dict[str, str]:
 def run(
     *command: str | Path, cwd: Path, timeout: float = 120, **changes: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m …`` without a terminal; stdout and stderr come together in ``stdout``."""
+    """`unattended`, of ``python -m …``."""
+    return unattended([sys.executable, "-m", *command], timeout, cwd=cwd, env=environment(**changes))
+
+
+def unattended(
+    command: Sequence[str | Path], timeout: float, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs without a terminal; stdout and stderr come together in ``stdout``."""
     return subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        cwd=cwd,
-        env=environment(**changes),
+        [*map(str, command)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout,
         check=False,
+        **options,
     )
