@@ -2,9 +2,9 @@
 
     python paper_figures/fig1b.py --results results [--recorded results/recorded]
 
-Reads throughput/throughput.csv, or a recorded one where this run measured nothing. Left: tokens/s against the context for
-each pool of cache memory. Right, in the whole pool: the GPU's time for a token, in parts of FlashMLA BF16's, as attention (a
-faster kernel shortens it) and the rest of the step (a larger batch shares it).
+Reads throughput/throughput.csv, or a recorded one where this run measured nothing. Above, a panel for each pool of cache memory
+that was set: tokens/s, as in Fig 1. Below, in the whole pool: the GPU's time for a token, in parts of FlashMLA BF16's, as
+attention (a faster kernel shortens it) and the rest of the step (a larger batch shares it).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 import sources
-from fig1 import COLUMNS, COMMUNICATION, ENGINES, one_rank, whole_pool
+from fig1 import COLUMNS, COMMUNICATION, ENGINES, draw_bars, one_rank, whole_pool
 from matplotlib.axes import Axes
 from sources import Results, Source
 from style import (
@@ -22,32 +22,11 @@ from style import (
     WIDTH,
     badge,
     context_name,
-    context_ticks,
     footer,
-    log_axis,
     not_run,
     plt,
     save,
 )
-
-STYLES = ("-", "--", ":", "-.")
-
-
-def pools(ax: Axes, rows: pd.DataFrame) -> None:
-    """Tokens/s against the context: a colour for each variant, a style for each pool."""
-    sizes = sorted(rows["pool_gb"].fillna(float("inf")).unique(), reverse=True)
-    for size, style in zip(sizes, STYLES, strict=False):
-        own = rows[rows["pool_gb"].fillna(float("inf")) == size]
-        for variant, (_, color, marker) in ENGINES.items():
-            line = own[own["variant"] == variant].sort_values("context")
-            ax.plot(line["context"], line["tokens_per_s"], color=color, ls=style, marker=marker, ms=4)
-    handles = [plt.Line2D([], [], color="k", ls=style) for _, style in zip(sizes, STYLES, strict=False)]
-    names = ["all that is left" if size == float("inf") else f"{size:g} GB" for size in sizes]
-    ax.legend(handles, names, title="cache on each GPU", fontsize=6, title_fontsize=6)
-    context_ticks(ax, rows["context"])
-    log_axis(ax)
-    ax.set_xlabel("context")
-    ax.set_ylabel("tokens/s, node of 8 GPUs")
 
 
 def time_of_a_token(rows: pd.DataFrame) -> pd.DataFrame:
@@ -75,11 +54,13 @@ def explanation(ax: Axes, found: pd.DataFrame, unbalanced: pd.DataFrame) -> None
         ax.bar(x, attention, width * 0.92, color=color, alpha=0.85)
         ax.bar(x, rest, width * 0.92, bottom=attention, color=color, alpha=0.3)
         if name != "bf16":
-            ax.text(x, attention + rest + 0.01, f"{1 / (attention + rest):.2f}×", ha="center", va="bottom", fontsize=5.5)
-        if (context, name) in unbalanced.index and name != "bf16":
-            ax.plot(x, unbalanced.loc[(context, name)].sum(), "D", mfc="none", mec="k", ms=3, mew=0.6)
+            top = attention + rest
+            if (context, name) in unbalanced.index:
+                ax.plot(x, mark := unbalanced.loc[(context, name)].sum(), "D", mfc="none", mec="k", ms=3, mew=0.6)
+                top = max(top, mark + 0.02)
+            ax.text(x, top + 0.01, f"{1 / (attention + rest):.2f}×", ha="center", va="bottom", fontsize=6)
     ax.set_xticks(range(len(contexts)), [context_name(int(context)) for context in contexts])
-    ax.set_ylim(0, 1.3)
+    ax.set_ylim(0, 1.22)
     ax.grid(visible=False, axis="x")
     ax.set_xlabel("context")
     ax.set_ylabel("time of a token, BF16 = 1")
@@ -93,14 +74,13 @@ def explanation(ax: Axes, found: pd.DataFrame, unbalanced: pd.DataFrame) -> None
 
 def build(results: Results) -> None:
     tables = results.timed_tables("throughput", "throughput.csv", (*COLUMNS, "step_ms", "attention_ms", "memory_gb"))
-    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.9), layout="constrained")
     if not tables:
         planned = results.table("throughput", "throughput.csv", COLUMNS)
         rows = planned[planned["source"] == "measured"]
-        for ax in axes:
-            not_run(ax, sources.reason(rows) if len(rows) else "measuring is off (measure.enabled)")
-            ax.set(xticks=[], yticks=[])
-            badge(ax, Source("not run"))
+        fig, ax = plt.subplots(figsize=(WIDTH, 1.6))
+        not_run(ax, sources.reason(rows) if len(rows) else "measuring is off (measure.enabled)")
+        ax.set(xticks=[], yticks=[])
+        badge(ax, Source("not run"))
         footer(fig, "Decode steps in vLLM with smaller cache pools, and what makes the gain.")
         save(fig, results.root, "fig1b")
         return
@@ -110,25 +90,35 @@ def build(results: Results) -> None:
     if ((rows["model"] == model) & (rows["layout"] == papers)).any():
         layout = papers
     rows = rows[(rows["model"] == model) & (rows["layout"] == layout)]
-    balanced = rows[rows["routing"] != "weights"]
-    pools(axes[0], balanced)
-    axes[0].set_title(f"{model}, {layout}", pad=15)
-    found = time_of_a_token(whole_pool(rows))
-    axes[1].set_title("where the gain comes from, in the whole pool", pad=15)
+    whole, sizes = whole_pool(rows), sorted(rows["pool_gb"].dropna().unique(), reverse=True)
+    fig = plt.figure(figsize=(WIDTH, 4.3 if sizes else 2.7))
+    grid = fig.add_gridspec(2 if sizes else 1, max(len(sizes), 1))
+    for column, size in enumerate(sizes):
+        ax = fig.add_subplot(grid[0, column])
+        draw_bars(ax, rows[(rows["pool_gb"] == size) & (rows["routing"] != "weights")], rows[:0], None)
+        ax.set_title(f"{size:g} GB of cache", pad=14)
+        ax.grid(visible=False, axis="x")
+        ax.set_xlabel("context; batch of each bar")
+    if sizes:
+        fig.axes[0].set_ylabel("tokens/s, node of 8 GPUs")
+    below = fig.add_subplot(grid[-1, :])
+    found = time_of_a_token(whole)
+    below.set_title(f"{model}, {layout}: where the gain comes from, with all the cache that fits", pad=4)
     if found.empty:
-        not_run(axes[1], "no pair of FlashMLA BF16 and SnapMLA")
+        not_run(below, "no pair of FlashMLA BF16 and SnapMLA")
     else:
-        explanation(axes[1], found, time_of_a_token(rows[(rows["routing"] == "weights") & rows["pool_gb"].isna()]))
-    for ax in axes:
+        explanation(below, found, time_of_a_token(rows[(rows["routing"] == "weights") & rows["pool_gb"].isna()]))
+    for ax in fig.axes:
         badge(ax, label)
     shown = [ENGINES[name] for name in ENGINES if name in set(rows["variant"])]
-    handles = [plt.Line2D([], [], color=color, marker=marker, label=label) for label, color, marker in shown]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.85, label=name) for name, color, _ in shown]
     fig.legend(handles=handles, loc="outside upper center", ncols=3)
     note = f"Measured on one rank of the layout; {COMMUNICATION} (Fig 1)." if one_rank(rows) else "All GPUs of the layout."
+    note += " Above the bars: SnapMLA over BF16." if sizes else ""
     note += " Attention: the backend's kernels under torch's profiler, where the engine ran in one process."
     if len(found):
-        held = whole_pool(rows).groupby("variant")["memory_gb"].max()
-        note += f" Whole pools: {', '.join(f'{ENGINES[name][0]} {held[name]:.1f} GB' for name in ENGINES if name in held)}."
+        held = whole.groupby("variant")["memory_gb"].max()
+        note += f" All that fits: {', '.join(f'{ENGINES[name][0]} {held[name]:.1f} GB' for name in ENGINES if name in held)}."
     footer(fig, note)
     save(fig, results.root, "fig1b")
 

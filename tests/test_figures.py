@@ -36,7 +36,7 @@ INPUTS = {
     "table_serving": "serving/serving.csv",
 }
 PANELS = {
-    "fig1": 6, "fig1b": 2, "fig2": 1, "fig3": 3, "fig4": 6, "fig4b": 1, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
+    "fig1": 6, "fig1b": 1, "fig2": 1, "fig3": 3, "fig4": 6, "fig4b": 1, "fig5": 6, "fig6": 8, "fig7": 4, "algorithm1": 2,
     "fig_accumulation": 2, "fig_drift": 2,
 }  # fmt: skip
 
