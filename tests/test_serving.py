@@ -46,7 +46,8 @@ def test_a_module_is_made_of_the_last_layer(tmp_path: Path) -> None:
     model, folder = build("v3"), tmp_path / "model"
     model.config.num_nextn_predict_layers = 0
     model.save_pretrained(folder)
-    made = serving.with_mtp(folder, tmp_path / "mtp")
+    windows = torch.tensor([text(200, seed) for seed in range(8)])
+    made = serving.with_mtp(folder, tmp_path / "mtp", model, windows)
     config = json.loads((made / "config.json").read_text())
     layers, dense = (model.config.num_hidden_layers, model.config.first_k_dense_replace)
     assert config["num_nextn_predict_layers"] == 1 and config["num_hidden_layers"] == layers
@@ -61,13 +62,55 @@ def test_a_module_is_made_of_the_last_layer(tmp_path: Path) -> None:
     assert {name.replace(own, f"model.layers.{layers - 1}.") for name in module} >= {
         name for name in of_model if name.startswith(f"model.layers.{layers - 1}.")
     }
-    hidden = model.config.hidden_size
-    embedded, behind = torch.randn(2, hidden, dtype=module[f"{own}eh_proj.weight"].dtype)
-    assert torch.equal(torch.cat([embedded, behind]) @ module[f"{own}eh_proj.weight"].T, behind)
-    assert serving.with_mtp(made, tmp_path / "again") == made
+    assert serving.with_mtp(made, tmp_path / "again", model, windows) == made
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="must have a multi-token prediction module or be DeepSeek-V3's"):
-        serving.with_mtp(folder, tmp_path / "none")
+        serving.with_mtp(folder, tmp_path / "none", model, windows)
+
+
+def test_the_projection_is_what_makes_the_last_layers_input() -> None:
+    """Of a model whose last layer's input is made of the normed embedding at a token and the normed last state before it."""
+    generator = torch.Generator().manual_seed(0)
+    embedding, behind = torch.nn.Embedding(50, 8), torch.randn(4, 30, 8, generator=generator) * 3
+    tokens = torch.randint(0, 50, (4, 30), generator=generator)
+    norm, made = torch.nn.RMSNorm(8, eps=1e-6, elementwise_affine=False), torch.randn(8, 16, generator=generator)
+    entering = torch.randn(4, 30, 8, generator=generator)  # at a window's first token nothing is known
+    entering[:, 1:] = torch.cat([norm(embedding(tokens[:, 1:])), norm(behind[:, :-1])], -1).detach() @ made.T
+
+    class Model:
+        device, config = "cpu", types.SimpleNamespace(rms_norm_eps=1e-6)
+
+        def get_input_embeddings(self) -> torch.nn.Embedding:
+            return embedding
+
+        def __call__(self, given: torch.Tensor, output_hidden_states: bool) -> types.SimpleNamespace:
+            assert torch.equal(given, tokens) and output_hidden_states
+            return types.SimpleNamespace(hidden_states=(torch.empty(0), entering, behind))
+
+    torch.testing.assert_close(serving.entry_of_last_layer(Model(), tokens), made.double(), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_the_module_drafts_what_the_model_would_write() -> None:
+    """As vLLM runs it, of a model whose last layer alone does something: the entry is the embedding, and drafts are right."""
+    model, norm = build("v3"), torch.nn.RMSNorm(64, eps=1e-6, elementwise_affine=False)
+    embedding = model.get_input_embeddings().weight
+    embedding.copy_(norm(embedding))
+    *others, last = model.model.layers
+    for name, weight in (item for layer in others for item in layer.named_parameters()):
+        if "o_proj" in name or "down_proj" in name:
+            weight.zero_()
+    fitted, fresh = (torch.tensor([text(200, seed + i) for i in range(8)]) for seed in (0, 100))
+    behind = model.model(fresh).last_hidden_state
+    ends = norm(model.model.embed_tokens(fresh[:, 1:])), norm(behind[:, :-1])
+    entry = torch.cat(ends, -1) @ serving.entry_of_last_layer(model, fitted).float().T
+    positions = torch.arange(entry.shape[1])[None].expand(len(entry), -1)
+    causal = torch.full((entry.shape[1],) * 2, float("-inf")).triu(1).expand(len(entry), 1, -1, -1)
+    rotary = model.model.rotary_emb(entry, positions)
+    state = last(entry, attention_mask=causal, position_ids=positions, position_embeddings=rotary)
+    drafts, written = (model.lm_head(x).argmax(-1) for x in (model.model.norm(state), behind[:, 1:]))
+    right = (drafts == written)[:, 100:]  # a window's first token is not in the drafts' context, and fades
+    assert right.float().mean() > 0.95
 
 
 def run_of(**changes: object) -> serving.GenerateRun:
@@ -160,7 +203,7 @@ class TestRows:
 
     def test_speculative_tokens_have_their_own_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[tuple[Path, Path]] = []
-        monkeypatch.setattr(serving, "with_mtp", lambda folder, out: made.append((folder, out)) or out)
+        monkeypatch.setattr(serving, "with_mtp", lambda folder, out, model, text: made.append((folder, out)) or out)
         cfg = compose("serving", "prompts=5", "tokens=8", "measure.backends=[FLASHMLA]", "measure.speculative_tokens=[0,3]")
         rows = experiment.measured_rows(cfg, self.origin, lambda message: None)
         assert [row["speculative_tokens"] for row in rows] == [0, 3]

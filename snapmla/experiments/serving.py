@@ -34,6 +34,9 @@ from snapmla.probe import corpus
 ENGINES = {"CUSTOM": ("snapmla", "bf16"), "FLASHMLA": ("bf16",), "FLASH_ATTN_MLA": ("bf16",)}
 """vLLM's backends, and the caches of the Transformers integration that their tokens are held against. CUSTOM is SnapMLA."""
 
+DRAFTED = 16, 512
+"""Pieces of text to which a module that drafts is fitted, and tokens of each."""
+
 COLUMNS = (
     "backend", "speculative_tokens", "against", "agreement", "n", "prompts", "cached_tokens", "kv_tokens", "early_bytes", "late_bytes",
     "long_steps", "tokens_per_step", "engine", "source", "status", "reason", "gpu",
@@ -84,6 +87,7 @@ def measured_rows(cfg: ServingConfig, origin: Callable[[], tuple[Path, Any]], pr
     if reason is None:
         folder, model = origin()
         prompts = prompts_of(model.tokens.cpu(), cfg.prompts, cfg.lengths, cfg.shared)
+        drafted = corpus.spread(model.tokens, *DRAFTED)
     for backend, speculative in itertools.product(measure.backends, measure.speculative_tokens):
         common = dict.fromkeys(COLUMNS) | {"backend": backend, "speculative_tokens": speculative, "source": "measured", "gpu": gpu}
         if reason:
@@ -91,7 +95,7 @@ def measured_rows(cfg: ServingConfig, origin: Callable[[], tuple[Path, Any]], pr
             continue
         with tempfile.TemporaryDirectory() as place:
             run = serving.GenerateRun(
-                model=str(serving.with_mtp(folder, Path(place)) if speculative else folder),
+                model=str(serving.with_mtp(folder, Path(place), model.model, drafted) if speculative else folder),
                 backend=backend,
                 prompts=prompts,
                 max_tokens=cfg.tokens,
