@@ -5,6 +5,7 @@ Python are played by stand-ins.
 from __future__ import annotations
 
 import json
+import re
 import stat
 import sys
 import types
@@ -136,7 +137,9 @@ class TestProcess:
             f"print({engine.MARK!r} + json.dumps({{'context': 5, 'batch': 4 + rank, 'step_ms': 1.0 + rank, 'spread': 0.1}}))\n"
             f"print({engine.MARK!r} + json.dumps({{'context': 6, 'batch': 0}}))\n",
         )
-        answers = engine.measure(run_of(data_parallel_size=3), python, lambda message: None)
+        said: list[str] = []
+        answers = engine.measure(run_of(data_parallel_size=3), python, said.append)
+        assert len(said) == 9 and {"group 0: kv_tokens 9, vllm x", "group 2: context 6, batch 0"} <= set(said)
         assert answers == [
             {"kv_tokens": 7, "vllm": "x"}, {"context": 5, "batch": 4, "step_ms": 3.0, "spread": 0.1}, {"context": 6, "batch": 0},
         ]  # fmt: skip
@@ -151,9 +154,35 @@ class TestProcess:
         with pytest.raises(RuntimeError, match="vLLM ended with 1: no memory on rank 1"):
             engine.measure(run_of(data_parallel_size=2), python, print)
 
-    def test_a_failure_is_its_last_line(self, tmp_path: Path):
-        python = program(tmp_path, "import sys\nprint('a\\nout of memory', file=sys.stderr)\nsys.exit(3)\n")
-        with pytest.raises(RuntimeError, match="vLLM ended with 3: out of memory"):
+    def test_answers_are_told_as_they_come(self, tmp_path: Path):
+        """The process goes on when the first has been heard."""
+        heard = tmp_path / "heard"
+        python = program(
+            tmp_path,
+            "import pathlib, time\n"
+            f"print({engine.MARK!r} + '{{\"kv_tokens\": 1}}')\n"
+            f"while not pathlib.Path({str(heard)!r}).exists(): time.sleep(0.01)\n",
+        )
+        assert engine.measure(run_of(), python, lambda told: heard.write_text(told)) == [{"kv_tokens": 1}]
+        assert heard.read_text() == "kv_tokens 1"
+
+    def test_a_process_that_takes_too_long_is_ended_with_those_it_has_started(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(engine, "WAIT_S", 2)
+        python = program(tmp_path, "import subprocess\nprint('begun')\nsubprocess.run(['sleep', '600'])\n")
+        with pytest.raises(RuntimeError, match="vLLM ended with -9: begun"):
+            engine.measure(run_of(), python, print)
+
+    @pytest.mark.parametrize(
+        ("printed", "said"),
+        [
+            ("Traceback\n  File\ntorch.OutOfMemoryError: 3 GiB\nwarning: leaked", "torch.OutOfMemoryError: 3 GiB"),
+            ("ValueError: first\n(EngineCore_DP0 pid=7) RuntimeError: second\nbye", "(EngineCore_DP0 pid=7) RuntimeError: second"),
+            ("an Error among words\nkilled\n\n", "killed"),
+        ],
+    )
+    def test_a_failure_is_told_by_the_line_that_says_why(self, tmp_path: Path, printed: str, said: str):
+        python = program(tmp_path, f"import sys\nprint({printed!r}, file=sys.stderr)\nsys.exit(3)\n")
+        with pytest.raises(RuntimeError, match=f"^vLLM ended with 3: {re.escape(said)}$"):
             engine.measure(run_of(), python, print)
 
     def test_reasons(self, tmp_path: Path):
@@ -220,7 +249,7 @@ def test_the_program_measures_each_batch_once(vllm, monkeypatch: pytest.MonkeyPa
     kernel = {"kernel": "k", "calls": 1.0, "ms": 0.5}
     monkeypatch.setattr(vllm_decode, "kernels", lambda engine, name, *point: [kernel | {"kernel": name}])
     vllm_decode.main()
-    started, *points = [json.loads(line[len(engine.MARK) :]) for line in capsys.readouterr().out.splitlines()]
+    started, *points = [json.loads(line[len(engine.MARK) :]) for line in capsys.readouterr().out.split("\n") if line]
     assert started["kv_tokens"] == 640 and started["vllm"] == "0.25.1" and not given
     assert [name for name, *_ in windows] == ["128-2-0", "128-2-1"]  # 3 would fit, 2 may run
     assert [p["batch"] for p in points] == [2, 2, 0]
@@ -281,6 +310,22 @@ class TestRows:
         assert [(run.backend, run.kv_cache_dtype, run.token_bytes) for run in self.runs[::2]] == [
             ("FLASHMLA", "auto", 61 * 1152), ("FLASHMLA", "fp8", 61 * 576), ("CUSTOM", "auto", 61 * 644),
         ]  # fmt: skip
+
+    def test_an_engine_that_fails_leaves_the_others_theirs(self, monkeypatch: pytest.MonkeyPatch):
+        measure = engine.measure
+
+        def fails(run: engine.EngineRun, *rest: object) -> list[dict]:
+            if run.kv_cache_dtype == "fp8":
+                raise RuntimeError("vLLM ended with 1: no memory")
+            return measure(run, *rest)
+
+        monkeypatch.setattr(engine, "measure", fails)
+        cfg = compose("throughput", "contexts=[16384]", "measure.pools_gb=[null]", "measure.routings=[uniform]")
+        rows, kernels = throughput.measured_rows(cfg, lambda message: None)
+        assert [(row["variant"], row["status"], row["reason"]) for row in rows] == [
+            ("bf16", "ok", None), ("fp8", "not run", "vLLM ended with 1: no memory"), ("snapmla", "ok", None),
+        ]  # fmt: skip
+        assert {row["variant"] for row in kernels} == {"bf16", "snapmla"}
 
     def test_bounds_leave_room_for_the_batch(self):
         """Recorded: 25 sequences of 16k in BF16, 51 in FlashMLA's FP8, 46 of ours in as large a pool."""

@@ -128,13 +128,16 @@ def test_the_program_gets_its_run_and_its_variables(tmp_path: Path) -> None:
         "run = json.load(sys.stdin)\n"
         "assert sys.argv[1:] == ['-m', 'snapmla.bench.vllm_generate'] and os.environ['MINE'] == '1'\n"
         "assert os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'] == '0'\n"
-        f"print('noise'); print({engine.MARK!r} + json.dumps({{'tokens': run['prompts']}}))\n",
+        f"print({engine.MARK!r} + json.dumps({{'kv_tokens': 64, 'at_s': 1.0}})); print('noise')\n"
+        f"print({engine.MARK!r} + json.dumps({{'tokens': run['prompts'], 'at_s': 2.0}}))\n",
     )
-    assert serving.generate(run_of(), python, {"MINE": "1"}) == {"tokens": [[1, 2]]}
+    said: list[str] = []
+    assert serving.generate(run_of(), python, said.append, {"MINE": "1"}) == {"kv_tokens": 64, "tokens": [[1, 2]], "at_s": 2.0}
+    assert said == ["kv_tokens 64, at_s 1.0", "at_s 2.0"]
     with pytest.raises(RuntimeError, match="vLLM ended with 1: no memory"):
-        serving.generate(run_of(), program(tmp_path, "import sys\nsys.exit('no memory')\n"))
+        serving.generate(run_of(), program(tmp_path, "import sys\nsys.exit('no memory')\n"), print)
     with pytest.raises(RuntimeError, match="vLLM ended with 0: nothing"):
-        serving.generate(run_of(), program(tmp_path, ""))
+        serving.generate(run_of(), program(tmp_path, ""), print)
 
 
 def test_memory_is_watched_while_sequences_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +176,7 @@ class TestRows:
         monkeypatch.setattr(experiment, "hopper_gpu", lambda: GPU)
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: None)
 
-        def generate(run: serving.GenerateRun, python: str, settings: dict) -> dict:
+        def generate(run: serving.GenerateRun, python: str, report: object, settings: dict) -> dict:
             self.runs.append((run, settings))
             tokens = [[5] * run.max_tokens for _ in run.prompts]
             told = {"cached_tokens": 7, "kv_tokens": 640, "early_bytes": 1, "late_bytes": 2, "tokens_per_step": 1.0}
@@ -211,6 +214,23 @@ class TestRows:
         assert (plain.model, plain.speculative_tokens) == ("folder", 0) and speculative.speculative_tokens == 3
         assert made == [(Path("folder"), Path(speculative.model))]
         assert speculative.max_model_len == plain.max_model_len + 3
+
+    def test_a_backend_that_fails_leaves_the_others_theirs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        generate = serving.generate
+
+        def fails(run: serving.GenerateRun, *rest: object) -> dict:
+            if run.backend == "CUSTOM":
+                raise RuntimeError("vLLM ended with 1: no memory")
+            return generate(run, *rest)
+
+        monkeypatch.setattr(serving, "generate", fails)
+        cfg = compose("serving", "prompts=5", "tokens=8", "measure.speculative_tokens=[0]")
+        rows = experiment.measured_rows(cfg, self.origin, lambda message: None)
+        assert [(row["backend"], row["status"], row["reason"]) for row in rows] == [
+            ("CUSTOM", "not run", "vLLM ended with 1: no memory"), ("CUSTOM", "not run", "vLLM ended with 1: no memory"),
+            ("FLASHMLA", "ok", None), ("FLASH_ATTN_MLA", "ok", None),
+        ]  # fmt: skip
+        assert all(tuple(row) == experiment.COLUMNS for row in rows)
 
     def test_a_machine_without_vllm_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: "FAKE reason.")

@@ -12,15 +12,20 @@ The engine runs in `snapmla.bench.vllm_decode`, by a Python that has vLLM; nothi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
+import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from snapmla.bench.machine import NO_GPU
 from snapmla.layout import QK_HEAD_DIM
@@ -212,26 +217,51 @@ MARK = "snapmla-bench: "
 
 
 def answer(**values: object) -> None:
-    """Told by a process."""
-    print(f"{MARK}{json.dumps(values)}", flush=True)
+    """Told by a process, on a line of its own: a progress bar before it may lie on one that has not ended."""
+    print(f"\n{MARK}{json.dumps(values)}", flush=True)
 
 
-def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+FAILURE = re.compile(r"^(\(.*?\) )?[\w.]*(Error|Exception|Interrupt)\b")
+"""The line that ends a traceback; vLLM's own processes begin theirs with a name in parentheses."""
 
 
-def answers_of(process: subprocess.Popen, given: dict) -> list[dict]:
-    """What a process answers to its input. Raises RuntimeError with its last line where it fails or answers nothing."""
+def start(command: list[str], environment: dict[str, str], given: dict) -> subprocess.Popen:
+    """A process that reads `given` as JSON from its standard input."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as reads:  # a pipe can fill, and break
+        json.dump(given, reads)
+        reads.seek(0)
+        variables = environment | {"PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(
+            command, env=variables, stdin=reads, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kills it, and what it has started, which would hold its output open."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for other in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+            other.kill()
+    process.kill()
+
+
+def answers_of(process: subprocess.Popen, report: Callable[[str], None]) -> list[dict]:
+    """What a process answers, each told to `report` as it comes. Raises RuntimeError with the line that says why where it fails
+    or answers nothing."""
+    answers, printed, late = [], [], threading.Timer(WAIT_S, end, [process])
+    late.start()
     try:
-        out, err = process.communicate(json.dumps(given), timeout=WAIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-    answers = [json.loads(line[len(MARK) :]) for line in out.splitlines() if line.startswith(MARK)]
+        with process:
+            for line in filter(None, map(str.rstrip, process.stdout)):
+                if line.startswith(MARK):
+                    answers.append(json.loads(line[len(MARK) :]))
+                    report(", ".join(f"{name} {value}" for name, value in answers[-1].items() if not isinstance(value, list)))
+                else:
+                    printed.append(line)
+    finally:
+        late.cancel()
     if process.returncode or not answers:
-        last = (err.strip() or out.strip() or "nothing").splitlines()[-1]
-        raise RuntimeError(f"vLLM ended with {process.returncode}: {last}")
+        said = next(filter(FAILURE.match, reversed(printed)), printed[-1] if printed else "nothing")
+        raise RuntimeError(f"vLLM ended with {process.returncode}: {said}")
     return answers
 
 
@@ -245,29 +275,28 @@ def engine_plan(run: EngineRun, python: str) -> dict:
 def measure(run: EngineRun, python: str, report: Callable[[str], None]) -> list[dict]:
     """What the processes answer, as dictionaries: the engine first (kv_tokens, vllm, start_s), then its points (`points_of`,
     and step_ms and spread unless the batch is 0; kernels in the whole pool, where the engine is one process
-    with the program). Of several groups the slowest step and the smallest batch.
+    with the program). Of several groups the slowest step and the smallest batch. Each answer is told to `report` as it comes.
 
-    Raises RuntimeError with a process's last line where it fails; the others are then ended.
+    Raises RuntimeError with the line that says why where a process fails; the others are then ended.
     """
-    port = _free_port() if run.data_parallel_size > 1 else 0
-    processes = [start(command(python), environment(run, group, port)) for group in range(run.data_parallel_size)]
+    groups = range(run.data_parallel_size)
+    port = _free_port() if len(groups) > 1 else 0
+    processes = [start(command(python), environment(run, group, port), asdict(run)) for group in groups]
 
-    def ended(process: subprocess.Popen) -> list[dict]:
+    def ended(group: int) -> list[dict]:
+        name = f"group {group}: " if len(groups) > 1 else ""
         try:
-            return answers_of(process, asdict(run))
+            return answers_of(processes[group], lambda told: report(name + told))
         except RuntimeError:
             for other in processes:
-                other.kill()
+                end(other)
             raise
 
-    with ThreadPoolExecutor(len(processes)) as threads:
+    with ThreadPoolExecutor(len(groups)) as threads:
         # In the order in which they end: a failure is told, not those that it has ended.
-        waiting = [threads.submit(ended, process) for process in processes]
+        waiting = [threads.submit(ended, group) for group in groups]
         of_groups = [done.result() for done in as_completed(waiting)]
-    answers = [_slowest(of_point) for of_point in zip(*of_groups, strict=True)]
-    for answer in answers:
-        report(", ".join(f"{name} {value}" for name, value in answer.items() if name != "kernels"))
-    return answers
+    return [_slowest(of_point) for of_point in zip(*of_groups, strict=True)]
 
 
 def attention_ms(kernels: Sequence[Mapping]) -> float | None:

@@ -6,7 +6,7 @@ another and says which one it would have written: where both agree, they agree o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -90,10 +90,11 @@ def entry_of_last_layer(model: hf.PreTrainedModel, text: Tensor) -> Tensor:
     return torch.linalg.solve(gram, given.T @ entering[:, 1:].double().flatten(0, 1)).T
 
 
-def generate(run: GenerateRun, python: str, settings: dict[str, str] | None = None) -> dict:
-    """The program's answer. settings: more environment variables. Raises RuntimeError with its last line where it fails."""
-    command = [python, "-m", "snapmla.bench.vllm_generate"]
-    return answers_of(start(command, environment() | (settings or {})), asdict(run))[-1]
+def generate(run: GenerateRun, python: str, report: Callable[[str], None], settings: dict[str, str] | None = None) -> dict:
+    """All that the program answers, told to `report` as it comes. settings: more environment variables. Raises RuntimeError with
+    the line that says why where it fails."""
+    process = start([python, "-m", "snapmla.bench.vllm_generate"], environment() | (settings or {}), asdict(run))
+    return {name: value for answer in answers_of(process, report) for name, value in answer.items()}
 
 
 def likeliest(

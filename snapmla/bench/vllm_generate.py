@@ -2,14 +2,15 @@
 
     python -m snapmla.bench.vllm_generate < run.json       # a `serving.GenerateRun`
 
-CUDA graphs, prefix caching and chunked prefill are on. Answers one line: each prompt's tokens, the cache's size, and of a long
-decode its steps and the memory that torch holds early and late.
+CUDA graphs, prefix caching and chunked prefill are on. Answers three times, each with the seconds since its start: the cache's size;
+each prompt's tokens; and of a long decode its steps and the memory that torch holds early and late.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 
 from snapmla.bench.engine import answer
 from snapmla.bench.serving import GenerateRun
@@ -39,6 +40,7 @@ def long_decode(engine, prompts: list[list[int]], tokens: int) -> tuple[int, int
 
 def main() -> None:
     run = GenerateRun(**json.load(sys.stdin))
+    begin = time.perf_counter()
     from vllm import LLM, SamplingParams, __version__
     from vllm.inputs import TokensPrompt
 
@@ -58,20 +60,18 @@ def main() -> None:
         compilation_config=run.compilation_config,
         speculative_config=drafts,
     )
+    cache = llm.llm_engine.vllm_config.cache_config
+    answer(vllm=__version__, kv_tokens=cache.num_gpu_blocks * cache.block_size, at_s=round(time.perf_counter() - begin, 1))
     params = SamplingParams(max_tokens=run.max_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
     given = [TokensPrompt(prompt_token_ids=prompt) for prompt in run.prompts]
     done = llm.generate(given, params, use_tqdm=False)
-    early, late, steps = long_decode(llm.llm_engine, [prompt[:64] for prompt in run.prompts[:8]], run.long_steps)
-    cache = llm.llm_engine.vllm_config.cache_config
     answer(
         tokens=[list(output.outputs[0].token_ids) for output in done],
         cached_tokens=sum(output.num_cached_tokens or 0 for output in done),
-        kv_tokens=cache.num_gpu_blocks * cache.block_size,
-        early_bytes=early,
-        late_bytes=late,
-        tokens_per_step=run.long_steps / steps,
-        vllm=__version__,
+        at_s=round(time.perf_counter() - begin, 1),
     )
+    early, late, steps = long_decode(llm.llm_engine, [prompt[:64] for prompt in run.prompts[:8]], run.long_steps)
+    answer(early_bytes=early, late_bytes=late, tokens_per_step=run.long_steps / steps, at_s=round(time.perf_counter() - begin, 1))
 
 
 if __name__ == "__main__":

@@ -90,23 +90,29 @@ def measured_rows(cfg: ServingConfig, origin: Callable[[], tuple[Path, Any]], pr
         drafted = corpus.spread(model.tokens, *DRAFTED)
     for backend, speculative in itertools.product(measure.backends, measure.speculative_tokens):
         common = dict.fromkeys(COLUMNS) | {"backend": backend, "speculative_tokens": speculative, "source": "measured", "gpu": gpu}
-        if reason:
-            rows += [common | {"against": against, "status": "not run", "reason": reason} for against in ENGINES[backend]]
+        why_not = reason
+        if why_not is None:
+            progress(f"{backend}, {speculative} speculative: starting vLLM")
+            with tempfile.TemporaryDirectory() as place:
+                run = serving.GenerateRun(
+                    model=str(serving.with_mtp(folder, Path(place), model.model, drafted) if speculative else folder),
+                    backend=backend,
+                    prompts=prompts,
+                    max_tokens=cfg.tokens,
+                    long_steps=cfg.long_steps,
+                    max_model_len=max(max(map(len, prompts)) + cfg.tokens, 64 + cfg.long_steps) + speculative + 1,
+                    max_num_batched_tokens=measure.max_num_batched_tokens,
+                    gpu_memory_utilization=measure.gpu_memory_utilization,
+                    compilation_config=measure.compilation_config,
+                    speculative_tokens=speculative,
+                )
+                try:
+                    answer = serving.generate(run, python, progress, measure.environment)
+                except RuntimeError as failure:
+                    why_not = str(failure)
+        if why_not:
+            rows += [common | {"against": against, "status": "not run", "reason": why_not} for against in ENGINES[backend]]
             continue
-        with tempfile.TemporaryDirectory() as place:
-            run = serving.GenerateRun(
-                model=str(serving.with_mtp(folder, Path(place), model.model, drafted) if speculative else folder),
-                backend=backend,
-                prompts=prompts,
-                max_tokens=cfg.tokens,
-                long_steps=cfg.long_steps,
-                max_model_len=max(max(map(len, prompts)) + cfg.tokens, 64 + cfg.long_steps) + speculative + 1,
-                max_num_batched_tokens=measure.max_num_batched_tokens,
-                gpu_memory_utilization=measure.gpu_memory_utilization,
-                compilation_config=measure.compilation_config,
-                speculative_tokens=speculative,
-            )
-            answer = serving.generate(run, python, measure.environment)
         told = ("cached_tokens", "kv_tokens", "early_bytes", "late_bytes", "tokens_per_step")
         common |= {name: answer[name] for name in told}
         common |= {"prompts": len(prompts), "long_steps": cfg.long_steps, "engine": f"vLLM {answer['vllm']}", "status": "ok"}

@@ -265,7 +265,12 @@ def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> tup
         with tempfile.TemporaryDirectory() as folder:
             engine.write_model(Path(folder), config)
             run = engine_run(cfg, model, layout, variant, routing, node, folder)
-            answers = engine.measure(run, python, progress)
+            try:
+                answers = engine.measure(run, python, progress)
+            except RuntimeError as failure:
+                progress(str(failure))
+                rows.append(row | {"status": "not run", "reason": str(failure)})
+                continue
         own = _rows_of(row, answers, run.token_bytes, layout.dp)
         rows += own
         for at, point in zip(own, answers[1:], strict=True):
