@@ -1,12 +1,13 @@
 """Keep the measurements of a GPU in results/recorded/<gpu>/, for machines that have none like it.
 
-    python -m snapmla.record [--results results …] [--recorded results/recorded]
+    python -m snapmla.record [--results results …] [--recorded results/recorded] [--add]
 
 Copies what was measured on a Hopper GPU: kernel_bench, the kernels' errors from accumulation, throughput and serving in
 vLLM, and quality, fidelity, drift and ablation where the model ran on the GPU. Every row's source turns into "recorded".
 Beside each table lies the run.json that says who measured (run.json itself is kernel_bench's), and a manifest of digests.
 Tables that were recorded before and that these runs have not measured stay. The rows of several runs, say of several
-contexts, make one table; its run file is the first one's, with the others' in `more_runs`.
+contexts, make one table; its run file is the first one's, with the others' in `more_runs`. With --add, points of vLLM's tables
+that were recorded before and that these runs have not measured stay as well, their run first.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ TABLES = {
 }
 """Name in the recorded folder -> result file."""
 
+POINTS = {
+    "throughput.csv": ["variant", "model", "layout", "scope", "routing", "pool_gb", "context"],
+    "step_kernels.csv": ["variant", "model", "layout", "scope", "routing", "context"],
+    "serving.csv": ["backend", "speculative_tokens", "against"],
+}
+"""What tells a point of these tables, whose engines take minutes each, from the others."""
+
 
 def measured(source: Path, file: str) -> pd.DataFrame | None:
     """A result file, its rows marked as recorded; None where no GPU made it."""
@@ -52,8 +60,22 @@ def measured(source: Path, file: str) -> pd.DataFrame | None:
     return table.assign(source="recorded")
 
 
-def record(sources: Sequence[Path], recorded: Path) -> Path:
-    """Write the folder of the GPU that `sources` were measured on and return it; ValueError where none was."""
+def joined(old: pd.DataFrame, new: pd.DataFrame, point: list[str]) -> pd.DataFrame:
+    """The rows of both; of a point in both the new ones, unless they did not run."""
+
+    def among(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
+        found = rows[point].merge(others[point].drop_duplicates(), how="left", indicator=True)
+        return (found["_merge"] == "both").set_axis(rows.index)
+
+    ok = new["status"] == "ok"
+    return pd.concat([old[~among(old, new[ok])], new[ok | ~among(new, old)]], ignore_index=True)
+
+
+def record(sources: Sequence[Path], recorded: Path, *, add: bool = False) -> Path:
+    """Write the folder of the GPU that `sources` were measured on and return it; ValueError where none was.
+
+    add: to the points of `POINTS` that are recorded there.
+    """
     tables, runs = {}, {}
     for name, file in TABLES.items():
         found = {source: table for source in sources if (table := measured(source, file)) is not None}
@@ -69,6 +91,10 @@ def record(sources: Sequence[Path], recorded: Path) -> Path:
     if len(gpus) != 1:
         raise ValueError(f"all tables must come from one GPU, got {', '.join(sorted(gpus))}.")
     folder = recorded / folder_name(gpus.pop())
+    for name in POINTS if add else ():
+        if name in tables and (folder / name).is_file():
+            tables[name] = joined(results.read_csv(folder / name, POINTS[name]), tables[name], POINTS[name])
+            runs[run_file(name)] = _with_runs(results.read_json(folder / run_file(name)), runs[run_file(name)])
     with results.atomic_path(folder) as partial:
         if folder.is_dir():
             shutil.copytree(folder, partial)
@@ -84,6 +110,12 @@ def record(sources: Sequence[Path], recorded: Path) -> Path:
         digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in kept}
         results.write_json(manifest, {"rows": rows, "sha256": digests})
     return folder
+
+
+def _with_runs(first: dict, then: dict) -> dict:
+    """Of a table's run file, with another's runs behind its own."""
+    last = {name: value for name, value in then.items() if name != "more_runs"}
+    return first | {"more_runs": [*first.get("more_runs", []), last, *then.get("more_runs", [])]}
 
 
 def run_file(table: str) -> str:
@@ -103,10 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--recorded", type=Path, default=None, help="default: the repository's results/recorded"
     )
+    parser.add_argument("--add", action="store_true", help="keep the recorded points of vLLM's tables that were not measured again")
     given = parser.parse_args(argv)
     recorded = given.recorded or (results.REPOSITORY or Path.cwd()) / "results" / "recorded"
     try:
-        print(record(given.results, recorded))
+        print(record(given.results, recorded, add=given.add))
     except (ValueError, OSError) as error:
         print(f"snapmla.record: {error}", file=sys.stderr)
         return 1

@@ -256,6 +256,35 @@ def test_rows_of_several_runs_make_one_table(tmp_path):
     assert "more_runs" not in json.loads((folder / "quality.json").read_text())
 
 
+def test_points_are_added_to_recorded_ones(tmp_path):
+    """A second run measured one layout anew and another for the first time; a third point failed, and stays what it was."""
+
+    def results_of(name, rows):
+        path = tmp_path / name / "throughput" / "throughput.csv"
+        path.parent.mkdir(parents=True)
+        common = {"variant": "snapmla", "model": "m", "scope": "rank", "routing": "uniform", "context": 64, "pool_gb": None}
+        told = [common | {"source": "measured", "status": "ok", "gpu": "NVIDIA H200"} | row for row in rows]
+        pandas.DataFrame(told).to_csv(path, index=False)
+        path.with_name("run.json").write_text(json.dumps({"experiment": name}))
+        return tmp_path / name
+
+    first = results_of("first", [{"layout": "a", "step_ms": 1}, {"layout": "b", "step_ms": 2}, {"layout": "b", "step_ms": 3, "pool_gb": 9.0}])
+    second = results_of(
+        "second",
+        [{"layout": "b", "step_ms": 4}, {"layout": "c", "step_ms": 5}, {"layout": "a", "step_ms": None, "status": "not run"}],
+    )
+    more = ["--recorded", str(tmp_path / "recorded"), "--add"]
+    for source in (first, second):
+        assert record.main(["--results", str(source), *more]) == 0
+    table = pandas.read_csv(tmp_path / "recorded" / "h200" / "throughput.csv")
+    steps = {(row.layout, row.pool_gb == 9): row.step_ms for row in table.itertuples()}
+    assert steps == {("a", False): 1, ("b", True): 3, ("b", False): 4, ("c", False): 5} and len(table) == 4
+    run = json.loads((tmp_path / "recorded" / "h200" / "throughput.json").read_text())
+    assert run == {"experiment": "first", "more_runs": [{"experiment": "second"}]}
+    folder = record.record([second], tmp_path / "recorded")
+    assert len(pandas.read_csv(folder / "throughput.csv")) == 3 and "more_runs" not in json.loads((folder / "throughput.json").read_text())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
