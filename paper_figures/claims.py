@@ -19,7 +19,7 @@ import pages
 import pandas as pd
 import sources
 from fig1 import COLUMNS as THROUGHPUT
-from fig1 import COMMUNICATION, one_rank
+from fig1 import COMMUNICATION, of_nodes, one_rank
 from fig1 import measured as measured_throughput
 from fig_accumulation import kernels as kernel_errors
 from kernel_plots import BENCH, ROOFLINE, normal
@@ -59,7 +59,7 @@ def throughput(results: Results, limit: dict) -> Verdict:
         if len(ratio):
             detail = f"best ratio: {best(ratio)}; lowest {ratio.min():.2f}x"
             detail += equal_pools(results, label, limit["layout"])
-            if one_rank(rows):
+            if one_rank(rows[rows["layout"] == limit["layout"]]):
                 detail += f". One rank in vLLM; {COMMUNICATION}"
             return verdict(ratio.max() >= limit["at_least"], f"{ratio.max():.2f}x", [label], detail)
     table = results.table("throughput", "throughput.csv", THROUGHPUT)
@@ -74,7 +74,7 @@ def equal_pools(results: Results, label: Source, layout: str) -> str:
     tables = results.timed_tables("throughput", "throughput.csv", THROUGHPUT)
     rows = next(rows for source, rows in tables if source == label)
     equal = rows[(rows["pool_gb"] == rows["pool_gb"].max()) & (rows["routing"] != "weights")]
-    ratio = gains(equal, layout)
+    ratio = gains(of_nodes(equal), layout)
     return f"; in equal pools of {equal['pool_gb'].max():g} GB {ratio.min():.2f} to {ratio.max():.2f}x" if len(ratio) else ""
 
 

@@ -29,6 +29,11 @@ ENGINES = {
 }
 """Label, colour and marker of each cache in vLLM."""
 COMMUNICATION = "what ranks send each other is left out"
+SCOPES = {
+    "node": "all GPUs of the layout",
+    "rank": f"one rank of the layout (its share of heads and experts, all layers), times the ranks; {COMMUNICATION}",
+}
+"""What was measured, by the column `scope`."""
 ROOM = 0.8
 """Width of a group of bars; the next one is 1 away."""
 
@@ -38,17 +43,33 @@ def whole_pool(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["pool_gb"].isna() & (rows["routing"] != "weights")]
 
 
+def of_nodes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Without one rank's rows of a model and layout all of whose GPUs were measured."""
+    measured = (rows["scope"] == "node").groupby([rows["model"], rows["layout"]]).transform("any")
+    return rows[(rows["scope"] == "node") | ~measured]
+
+
 def measured(results: Results) -> tuple[Source, pd.DataFrame] | None:
-    """What this run measured in vLLM, else what was recorded, in the whole pool; else None."""
+    """What this run measured in vLLM, else what was recorded, in the whole pool: of a layout all GPUs, else one rank; else None."""
     tables = results.timed_tables("throughput", "throughput.csv", COLUMNS)
-    return next(((label, kept) for label, rows in tables if len(kept := whole_pool(rows))), None)
+    return next(((label, of_nodes(kept)) for label, rows in tables if len(kept := whole_pool(rows))), None)
 
 
-def model_error(rows: pd.DataFrame, modelled: pd.DataFrame) -> pd.Series:
-    """Tokens/s of the model over the measured ones, less 1, at each point that both have."""
-    point = ["model", "layout", "context", "variant"]
-    both = rows.merge(modelled, on=point, suffixes=("", "_of_model"))
-    return both["tokens_per_s_of_model"] / both["tokens_per_s"] - 1
+POINT = ["model", "layout", "context", "variant"]
+
+
+def off(found: pd.DataFrame, rows: pd.DataFrame, point: list[str] = POINT) -> pd.Series:
+    """Tokens/s of `found` over those of `rows`, less 1, at each point that both have."""
+    both = rows.merge(found, on=point, suffixes=("", "_found"))
+    return both["tokens_per_s_found"] / both["tokens_per_s"] - 1
+
+
+def rank_off(results: Results, rows: pd.DataFrame) -> pd.Series:
+    """`off` of one rank's rows, wherever they were measured on such a GPU, from all GPUs' in `rows`."""
+    point = [*POINT, "gpu"]
+    ranks = [table[table["scope"] == "rank"] for _, table in results.timed_tables("throughput", "throughput.csv", COLUMNS)]
+    found = whole_pool(pd.concat(ranks)).drop_duplicates(point)  # this run's come first
+    return off(found, rows[rows["scope"] == "node"], point)
 
 
 def one_rank(rows: pd.DataFrame) -> bool:
@@ -132,15 +153,18 @@ def build(results: Results) -> None:
     handles += [plt.Line2D([], [], color=BADGE["paper"], lw=1.3)]
     fig.legend(handles, names, loc="outside upper center", ncols=3)
     note = ""
-    if found and one_rank(found[1]):
-        note = (
-            " Measured bars: one rank of the layout in vLLM (its share of heads and experts, all layers, dummy weights), times "
-            f"the ranks; {COMMUNICATION}."
-        )
-    elif found:
-        note = " Measured bars: all GPUs of the layout in vLLM, dummy weights."
-    if found and len(error := model_error(found[1], sources.ran(table[table["source"] == "modelled"]))):
-        note += f" The model is {error.min():+.0%} to {error.max():+.0%} off at {len(error)} of the measured bars."
+    if found:
+        rows = found[1]
+        kinds = [
+            f"{how}{f' ({names})' if rows['scope'].nunique() > 1 else ''}"
+            for scope, how in SCOPES.items()
+            if (names := ", ".join(sorted(rows.loc[rows["scope"] == scope, "layout"].unique())))
+        ]
+        note = f" Measured bars: {'; '.join(kinds)}; in vLLM with dummy weights."
+        if len(error := rank_off(results, rows)):
+            note += f" One rank, times the ranks, is {error.min():+.0%} to {error.max():+.0%} off at {len(error)} of all GPUs' bars."
+        if len(error := off(sources.ran(table[table["source"] == "modelled"]), rows)):
+            note += f" The model is {error.min():+.0%} to {error.max():+.0%} off at {len(error)} of the measured bars."
     footer(
         fig,
         "Batch: sequences per data-parallel group that fit the memory. Above the bars: SnapMLA over BF16. "

@@ -90,6 +90,8 @@ def build(results: Results) -> None:
     if ((rows["model"] == model) & (rows["layout"] == papers)).any():
         layout = papers
     rows = rows[(rows["model"] == model) & (rows["layout"] == layout)]
+    if one_rank(rows):  # whose kernels are known
+        rows = rows[rows["scope"] == "rank"]
     whole, sizes = whole_pool(rows), sorted(rows["pool_gb"].dropna().unique(), reverse=True)
     fig = plt.figure(figsize=(WIDTH, 4.3 if sizes else 2.7))
     grid = fig.add_gridspec(2 if sizes else 1, max(len(sizes), 1))

@@ -122,8 +122,9 @@ class TestProcess:
             f"print({engine.MARK!r} + json.dumps({{'context': run['contexts'][0]}}))\n",
         )
         said: list[str] = []
-        answers = engine.measure(run_of(), python, said.append)
+        answers = engine.measure(run_of(), python, said.append, tmp_path / "vllm.log")
         assert answers == [{"kv_tokens": 4}, {"context": 128}] and said == ["kv_tokens 4", "context 128"]
+        assert 'INFO {"kv_tokens": 0}' in (tmp_path / "vllm.log").read_text().splitlines()
 
     def test_groups_step_together(self, tmp_path: Path):
         """Three processes, each told its rank; the slowest step and the smallest batch count."""
@@ -138,7 +139,8 @@ class TestProcess:
             f"print({engine.MARK!r} + json.dumps({{'context': 6, 'batch': 0}}))\n",
         )
         said: list[str] = []
-        answers = engine.measure(run_of(data_parallel_size=3), python, said.append)
+        answers = engine.measure(run_of(data_parallel_size=3), python, said.append, tmp_path / "vllm.log")
+        assert {path.name for path in tmp_path.glob("*.log")} == {"vllm-0.log", "vllm-1.log", "vllm-2.log"}
         assert len(said) == 9 and {"group 0: kv_tokens 9, vllm x", "group 2: context 6, batch 0"} <= set(said)
         assert answers == [
             {"kv_tokens": 7, "vllm": "x"}, {"context": 5, "batch": 4, "step_ms": 3.0, "spread": 0.1}, {"context": 6, "batch": 0},
@@ -152,7 +154,7 @@ class TestProcess:
             "sys.exit('no memory on rank 1')\n",
         )
         with pytest.raises(RuntimeError, match="vLLM ended with 1: no memory on rank 1"):
-            engine.measure(run_of(data_parallel_size=2), python, print)
+            engine.measure(run_of(data_parallel_size=2), python, print, tmp_path / "vllm.log")
 
     def test_answers_are_told_as_they_come(self, tmp_path: Path):
         """The process goes on when the first has been heard."""
@@ -163,14 +165,14 @@ class TestProcess:
             f"print({engine.MARK!r} + '{{\"kv_tokens\": 1}}')\n"
             f"while not pathlib.Path({str(heard)!r}).exists(): time.sleep(0.01)\n",
         )
-        assert engine.measure(run_of(), python, lambda told: heard.write_text(told)) == [{"kv_tokens": 1}]
+        assert engine.measure(run_of(), python, lambda told: heard.write_text(told), tmp_path / "vllm.log") == [{"kv_tokens": 1}]
         assert heard.read_text() == "kv_tokens 1"
 
     def test_a_process_that_takes_too_long_is_ended_with_those_it_has_started(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(engine, "WAIT_S", 2)
         python = program(tmp_path, "import subprocess\nprint('begun')\nsubprocess.run(['sleep', '600'])\n")
         with pytest.raises(RuntimeError, match="vLLM ended with -9: begun"):
-            engine.measure(run_of(), python, print)
+            engine.measure(run_of(), python, print, tmp_path / "vllm.log")
 
     @pytest.mark.parametrize(
         ("printed", "said"),
@@ -183,7 +185,7 @@ class TestProcess:
     def test_a_failure_is_told_by_the_line_that_says_why(self, tmp_path: Path, printed: str, said: str):
         python = program(tmp_path, f"import sys\nprint({printed!r}, file=sys.stderr)\nsys.exit(3)\n")
         with pytest.raises(RuntimeError, match=f"^vLLM ended with 3: {re.escape(said)}$"):
-            engine.measure(run_of(), python, print)
+            engine.measure(run_of(), python, print, tmp_path / "vllm.log")
 
     def test_reasons(self, tmp_path: Path):
         python = program(tmp_path, "import sys\nsys.exit('ModuleNotFoundError: no vllm')\n")
@@ -269,7 +271,7 @@ def test_the_profiler_sees_the_window_only(vllm, monkeypatch: pytest.MonkeyPatch
     assert seen == pytest.approx([0.102, 0.112])
 
 
-def answers(run: engine.EngineRun, python: str, report) -> list[dict]:
+def answers(run: engine.EngineRun) -> list[dict]:
     """Of a pool of 300,000 tokens: 30 ms a step and 1 ms for each sequence."""
     points = engine.points_of(run, 300_000)
     timed = [p | ({"step_ms": 30.0 + p["batch"], "spread": 0.01} if p["batch"] else {}) for p in points]
@@ -284,13 +286,19 @@ class TestRows:
     @pytest.fixture(autouse=True)
     def _machine(self, monkeypatch: pytest.MonkeyPatch):
         self.runs: list[engine.EngineRun] = []
+        self.logs: list[Path] = []
         monkeypatch.setattr(throughput, "hopper_gpu", lambda: GPU)
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: None)
-        monkeypatch.setattr(engine, "measure", lambda run, *rest: self.runs.append(run) or answers(run, *rest))
+        monkeypatch.setattr(engine, "measure", self.measure)
+
+    def measure(self, run: engine.EngineRun, python: str, report: object, log: Path) -> list[dict]:
+        self.runs.append(run)
+        self.logs.append(log)
+        return answers(run)
 
     def test_one_row_for_each_point(self):
         cfg = compose("throughput", "contexts=[16384,131072]", "measure.pools_gb=[null,1]")
-        rows, kernels = throughput.measured_rows(cfg, lambda message: None)
+        rows, kernels = throughput.measured_rows(cfg, lambda message: None, Path())
         assert len(kernels) == 3 * 2 * 2 * 3 and all(tuple(row) == throughput.KERNEL_COLUMNS for row in kernels)
         assert {(row["context"], row["batch"], row["status"]) for row in kernels if row["variant"] == "snapmla"} == {
             (16384, 18, "ok"), (131072, 2, "ok"),
@@ -321,15 +329,16 @@ class TestRows:
 
         monkeypatch.setattr(engine, "measure", fails)
         cfg = compose("throughput", "contexts=[16384]", "measure.pools_gb=[null]", "measure.routings=[uniform]")
-        rows, kernels = throughput.measured_rows(cfg, lambda message: None)
+        rows, kernels = throughput.measured_rows(cfg, lambda message: None, Path())
         assert [(row["variant"], row["status"], row["reason"]) for row in rows] == [
             ("bf16", "ok", None), ("fp8", "not run", "vLLM ended with 1: no memory"), ("snapmla", "ok", None),
         ]  # fmt: skip
         assert {row["variant"] for row in kernels} == {"bf16", "snapmla"}
+        assert self.logs == [Path(f"DeepSeek-V3.1-DP8TP1-{variant}-uniform.log") for variant in ("bf16", "snapmla")]
 
     def test_bounds_leave_room_for_the_batch(self):
         """Recorded: 25 sequences of 16k in BF16, 51 in FlashMLA's FP8, 46 of ours in as large a pool."""
-        throughput.measured_rows(compose("throughput"), lambda message: None)
+        throughput.measured_rows(compose("throughput"), lambda message: None, Path())
         for run, recorded in zip(self.runs[::2], ({24, 25, 26}, {50, 51, 52}, {46, 50, 51, 52}), strict=True):
             assert recorded <= set(run.batches) and len(run.batches) < 32
 
@@ -339,7 +348,7 @@ class TestRows:
         monkeypatch.setattr(throughput.torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(engine, "write_model", lambda folder, config: configs.append(config))
         cfg = compose("throughput", "measure.layouts=[DP4/TP2]", f"measure.scope={scope}", "measure.variants=[snapmla]", "measure.routings=[uniform]")
-        rows, _ = throughput.measured_rows(cfg, lambda message: None)
+        rows, _ = throughput.measured_rows(cfg, lambda message: None, Path())
         assert {row["scope"] for row in rows} == {expected}
         (run,), (config,) = self.runs, configs
         sizes = run.tensor_parallel_size, run.data_parallel_size, config["num_attention_heads"], config["n_routed_experts"]
@@ -349,7 +358,7 @@ class TestRows:
     def test_a_dry_run_says_what_would_run(self):
         said: list[str] = []
         cfg = compose("throughput", "measure.enabled=dry", "measure.scope=node", "measure.layouts=[DP1/TP8,DP4/TP2,DP8/TP1]")
-        assert throughput.measured_rows(cfg, said.append) == ([], []) and not self.runs and len(said) == 18
+        assert throughput.measured_rows(cfg, said.append, Path()) == ([], []) and not self.runs and len(said) == 18
         plans = [json.loads(line[line.index("{") :]) for line in said]
         simulated = [env.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") for plan in plans for env in plan["environments"][:1]]
         assert simulated == ["uniform_random", None] * 9
@@ -360,11 +369,11 @@ class TestRows:
 
     def test_a_machine_without_vllm_says_so(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: "FAKE reason.")
-        rows, _ = throughput.measured_rows(compose("throughput"), lambda message: None)
+        rows, _ = throughput.measured_rows(compose("throughput"), lambda message: None, Path())
         assert [(row["variant"], row["status"], row["reason"]) for row in rows] == [
             (variant, "not run", "FAKE reason.") for variant in ("bf16", "fp8", "snapmla") for _ in range(2)
         ]
-        assert throughput.measured_rows(compose("throughput", "measure.enabled=no"), lambda message: None) == ([], [])
+        assert throughput.measured_rows(compose("throughput", "measure.enabled=no"), lambda message: None, Path()) == ([], [])
 
     @pytest.mark.parametrize(
         ("override", "message"),
@@ -378,4 +387,4 @@ class TestRows:
     )
     def test_bad_values_are_named(self, override: str, message: str):
         with pytest.raises(ValueError, match=message):
-            throughput.measured_rows(compose("throughput", override), lambda message: None)
+            throughput.measured_rows(compose("throughput", override), lambda message: None, Path())

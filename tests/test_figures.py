@@ -421,12 +421,31 @@ def test_a_node_is_not_called_one_rank(tmp_path: Path, monkeypatch: pytest.Monke
         assert ("send each other" in text) == (scope == "rank")
 
 
+def test_one_rank_is_held_against_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All GPUs were measured in one layout, one rank in all of them: the node's bars are drawn, and what the rank would have said."""
+    fake, fig1, notes = Fake(), importlib.import_module("fig1"), []
+    engine_measured(fake)
+    ranks = fake.tables[THROUGHPUT].query("source == 'measured' and layout == 'DP8/TP1'")
+    nodes = ranks.assign(scope="node", tokens_per_s=ranks["tokens_per_s"] * 0.8)
+    elsewhere = nodes.assign(layout="DP4/TP2", gpu="NVIDIA H20")
+    fake.tables[THROUGHPUT] = pd.concat([fake.tables[THROUGHPUT], nodes])
+    root = fake.write(tmp_path)
+    monkeypatch.setattr(fig1, "footer", lambda fig, note="": notes.append(note))
+    assert draw("fig1", root) == 0
+    assert "all GPUs of the layout (DP8/TP1); one rank of the layout" in notes[0] and "left out (DP1/TP8, DP4/TP2);" in notes[0]
+    assert f"One rank, times the ranks, is +25% to +25% off at {len(ranks)} of all GPUs' bars." in notes[0]
+    results = importlib.import_module("sources").Results(root, root / "nothing recorded")
+    _, rows = fig1.measured(results)
+    assert set(rows.loc[rows["layout"] == "DP8/TP1", "scope"]) == {"node"} and set(rows["scope"]) == {"node", "rank"}
+    assert fig1.rank_off(results, elsewhere).empty  # of another GPU
+
+
 def test_the_model_is_held_against_what_was_measured() -> None:
     fig1 = importlib.import_module("fig1")
     point = {"model": "M", "layout": "DP8/TP1", "variant": "bf16"}
     measured = pd.DataFrame([point | {"context": c, "tokens_per_s": 100.0} for c in (1024, 2048)] + [point | {"context": 1024, "variant": "fp8"}])
     modelled = pd.DataFrame([point | {"context": c, "tokens_per_s": t} for c, t in ((1024, 110.0), (2048, 95.0), (4096, 1.0))])
-    assert fig1.model_error(measured, modelled).tolist() == pytest.approx([0.1, -0.05])
+    assert fig1.off(modelled, measured).tolist() == pytest.approx([0.1, -0.05])
 
 
 def test_measured_bars_stand_beside_the_model(tmp_path: Path) -> None:

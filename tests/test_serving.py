@@ -132,12 +132,12 @@ def test_the_program_gets_its_run_and_its_variables(tmp_path: Path) -> None:
         f"print({engine.MARK!r} + json.dumps({{'tokens': run['prompts'], 'at_s': 2.0}}))\n",
     )
     said: list[str] = []
-    assert serving.generate(run_of(), python, said.append, {"MINE": "1"}) == {"kv_tokens": 64, "tokens": [[1, 2]], "at_s": 2.0}
+    assert serving.generate(run_of(), python, said.append, tmp_path / "vllm.log", {"MINE": "1"}) == {"kv_tokens": 64, "tokens": [[1, 2]], "at_s": 2.0}
     assert said == ["kv_tokens 64, at_s 1.0", "at_s 2.0"]
     with pytest.raises(RuntimeError, match="vLLM ended with 1: no memory"):
-        serving.generate(run_of(), program(tmp_path, "import sys\nsys.exit('no memory')\n"), print)
+        serving.generate(run_of(), program(tmp_path, "import sys\nsys.exit('no memory')\n"), print, tmp_path / "vllm.log")
     with pytest.raises(RuntimeError, match="vLLM ended with 0: nothing"):
-        serving.generate(run_of(), program(tmp_path, ""), print)
+        serving.generate(run_of(), program(tmp_path, ""), print, tmp_path / "vllm.log")
 
 
 def test_memory_is_watched_while_sequences_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ class TestRows:
         monkeypatch.setattr(experiment, "hopper_gpu", lambda: GPU)
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: None)
 
-        def generate(run: serving.GenerateRun, python: str, report: object, settings: dict) -> dict:
+        def generate(run: serving.GenerateRun, python: str, report: object, log: Path, settings: dict) -> dict:
             self.runs.append((run, settings))
             tokens = [[5] * run.max_tokens for _ in run.prompts]
             told = {"cached_tokens": 7, "kv_tokens": 640, "early_bytes": 1, "late_bytes": 2, "tokens_per_step": 1.0}
@@ -194,7 +194,7 @@ class TestRows:
     def test_one_row_for_each_pair(self) -> None:
         changes = "prompts=5", "tokens=8", "lengths=[65,100]", "+measure.environment.MINE=x", "measure.speculative_tokens=[0]"
         cfg = compose("serving", *changes)
-        rows = experiment.measured_rows(cfg, self.origin, lambda message: None)
+        rows = experiment.measured_rows(cfg, self.origin, lambda message: None, Path())
         assert all(tuple(row) == experiment.COLUMNS for row in rows)
         assert [(row["backend"], row["against"], row["agreement"]) for row in rows] == [
             ("CUSTOM", "snapmla", pytest.approx(39 / 40)), ("CUSTOM", "bf16", pytest.approx(38 / 40)),
@@ -208,7 +208,7 @@ class TestRows:
         made: list[tuple[Path, Path]] = []
         monkeypatch.setattr(serving, "with_mtp", lambda folder, out, model, text: made.append((folder, out)) or out)
         cfg = compose("serving", "prompts=5", "tokens=8", "measure.backends=[FLASHMLA]", "measure.speculative_tokens=[0,3]")
-        rows = experiment.measured_rows(cfg, self.origin, lambda message: None)
+        rows = experiment.measured_rows(cfg, self.origin, lambda message: None, Path())
         assert [row["speculative_tokens"] for row in rows] == [0, 3]
         (plain, _), (speculative, _) = self.runs
         assert (plain.model, plain.speculative_tokens) == ("folder", 0) and speculative.speculative_tokens == 3
@@ -225,7 +225,7 @@ class TestRows:
 
         monkeypatch.setattr(serving, "generate", fails)
         cfg = compose("serving", "prompts=5", "tokens=8", "measure.speculative_tokens=[0]")
-        rows = experiment.measured_rows(cfg, self.origin, lambda message: None)
+        rows = experiment.measured_rows(cfg, self.origin, lambda message: None, Path())
         assert [(row["backend"], row["status"], row["reason"]) for row in rows] == [
             ("CUSTOM", "not run", "vLLM ended with 1: no memory"), ("CUSTOM", "not run", "vLLM ended with 1: no memory"),
             ("FLASHMLA", "ok", None), ("FLASH_ATTN_MLA", "ok", None),
@@ -234,7 +234,7 @@ class TestRows:
 
     def test_a_machine_without_vllm_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "why_not", lambda python, gpu: "FAKE reason.")
-        rows = experiment.measured_rows(compose("serving"), self.origin, lambda message: None)
+        rows = experiment.measured_rows(compose("serving"), self.origin, lambda message: None, Path())
         assert [(row["status"], row["reason"]) for row in rows] == [("not run", "FAKE reason.")] * 8 and not self.runs
 
     @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ class TestRows:
     )
     def test_bad_values_are_named(self, override: str, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            experiment.measured_rows(compose("serving", override), self.origin, lambda message: None)
+            experiment.measured_rows(compose("serving", override), self.origin, lambda message: None, Path())
 
 
 def test_runs_are_json() -> None:

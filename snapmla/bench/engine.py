@@ -244,14 +244,16 @@ def end(process: subprocess.Popen) -> None:
     process.kill()
 
 
-def answers_of(process: subprocess.Popen, report: Callable[[str], None]) -> list[dict]:
-    """What a process answers, each told to `report` as it comes. Raises RuntimeError with the line that says why where it fails
-    or answers nothing."""
+def answers_of(process: subprocess.Popen, report: Callable[[str], None], log: Path) -> list[dict]:
+    """What a process answers, each told to `report` as it comes; all that it prints goes to `log`. Raises RuntimeError with the
+    line that says why where it fails or answers nothing."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     answers, printed, late = [], [], threading.Timer(WAIT_S, end, [process])
     late.start()
     try:
-        with process:
+        with process, log.open("w", encoding="utf-8", buffering=1) as kept:
             for line in filter(None, map(str.rstrip, process.stdout)):
+                print(line, file=kept)
                 if line.startswith(MARK):
                     answers.append(json.loads(line[len(MARK) :]))
                     report(", ".join(f"{name} {value}" for name, value in answers[-1].items() if not isinstance(value, list)))
@@ -272,10 +274,11 @@ def engine_plan(run: EngineRun, python: str) -> dict:
     return {"command": command(python), "reads": asdict(run), "environments": own}
 
 
-def measure(run: EngineRun, python: str, report: Callable[[str], None]) -> list[dict]:
+def measure(run: EngineRun, python: str, report: Callable[[str], None], log: Path) -> list[dict]:
     """What the processes answer, as dictionaries: the engine first (kv_tokens, vllm, start_s), then its points (`points_of`,
     and step_ms and spread unless the batch is 0; kernels in the whole pool, where the engine is one process
-    with the program). Of several groups the slowest step and the smallest batch. Each answer is told to `report` as it comes.
+    with the program). Of several groups the slowest step and the smallest batch. Each answer is told to `report` as it comes; all
+    that a process prints goes to `log`, of several groups to a file each, with the group behind its name.
 
     Raises RuntimeError with the line that says why where a process fails; the others are then ended.
     """
@@ -284,9 +287,10 @@ def measure(run: EngineRun, python: str, report: Callable[[str], None]) -> list[
     processes = [start(command(python), environment(run, group, port), asdict(run)) for group in groups]
 
     def ended(group: int) -> list[dict]:
-        name = f"group {group}: " if len(groups) > 1 else ""
+        alone = len(groups) == 1
+        name, file = ("", log) if alone else (f"group {group}: ", log.with_name(f"{log.stem}-{group}{log.suffix}"))
         try:
-            return answers_of(processes[group], lambda told: report(name + told))
+            return answers_of(processes[group], lambda told: report(name + told), file)
         except RuntimeError:
             for other in processes:
                 end(other)

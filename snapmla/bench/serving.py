@@ -90,11 +90,13 @@ def entry_of_last_layer(model: hf.PreTrainedModel, text: Tensor) -> Tensor:
     return torch.linalg.solve(gram, given.T @ entering[:, 1:].double().flatten(0, 1)).T
 
 
-def generate(run: GenerateRun, python: str, report: Callable[[str], None], settings: dict[str, str] | None = None) -> dict:
-    """All that the program answers, told to `report` as it comes. settings: more environment variables. Raises RuntimeError with
-    the line that says why where it fails."""
+def generate(
+    run: GenerateRun, python: str, report: Callable[[str], None], log: Path, settings: dict[str, str] | None = None
+) -> dict:
+    """All that the program answers, told to `report` as it comes; `log` gets all that it prints. settings: more environment
+    variables. Raises RuntimeError with the line that says why where it fails."""
     process = start([python, "-m", "snapmla.bench.vllm_generate"], environment() | (settings or {}), asdict(run))
-    return {name: value for answer in answers_of(process, report) for name, value in answer.items()}
+    return {name: value for answer in answers_of(process, report, log) for name, value in answer.items()}
 
 
 def likeliest(

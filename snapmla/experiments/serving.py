@@ -7,7 +7,8 @@ tokens one after another, says which it would have written (`snapmla.bench.servi
 is what roundings alone leave. With speculative tokens, which a multi-token prediction module drafts, a step decodes several
 queries of each sequence, and the answers must stay.
 
-Writes results/serving/serving.csv; "not run" rows where there is no Hopper GPU or no vLLM.
+Writes results/serving/serving.csv; "not run" rows where there is no Hopper GPU or no vLLM, or where vLLM fails; what it
+prints is in logs/.
 """
 
 from __future__ import annotations
@@ -75,8 +76,11 @@ def prompts_of(text: Tensor, count: int, lengths: list[int], shared: int) -> lis
     ]
 
 
-def measured_rows(cfg: ServingConfig, origin: Callable[[], tuple[Path, Any]], progress: Callable[[str], None]) -> list[dict]:
-    """The rows of serving.csv. origin: gives the checkpoint's folder and the loaded source, where they are needed."""
+def measured_rows(
+    cfg: ServingConfig, origin: Callable[[], tuple[Path, Any]], progress: Callable[[str], None], logs: Path
+) -> list[dict]:
+    """The rows of serving.csv. origin: gives the checkpoint's folder and the loaded source, where they are needed; logs: folder for
+    what vLLM prints."""
     measure, gpu = cfg.measure, hopper_gpu()
     if unknown := set(measure.backends) - set(ENGINES):
         raise ValueError(f"measure.backends must be among {', '.join(ENGINES)}, got {min(unknown)!r}.")
@@ -107,7 +111,7 @@ def measured_rows(cfg: ServingConfig, origin: Callable[[], tuple[Path, Any]], pr
                     speculative_tokens=speculative,
                 )
                 try:
-                    answer = serving.generate(run, python, progress, measure.environment)
+                    answer = serving.generate(run, python, progress, logs / f"{backend}-{speculative}.log", measure.environment)
                 except RuntimeError as failure:
                     why_not = str(failure)
         if why_not:
@@ -131,7 +135,7 @@ def main(cfg: ServingConfig, run: Run) -> None:
         folder = cfg.source.path or run.input("probe", "model")
         return Path(folder), _source.load(cfg.source, run)
 
-    rows = measured_rows(cfg, origin, run.progress)
+    rows = measured_rows(cfg, origin, run.progress, run.out / "logs")
     run.write_table("serving.csv", rows)
     for reason in {row["reason"] for row in rows if row["reason"]}:
         run.progress(f"not run: {reason}")

@@ -228,9 +228,9 @@ def engine_run(
     return replace(run, batches=engine.batches_of(run, kv_tokens))
 
 
-def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> tuple[list[dict], list[dict]]:
+def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None], logs: Path) -> tuple[list[dict], list[dict]]:
     """The rows that vLLM gives, one per model, layout, variant, pool and context; or one per model, layout and variant
-    that says why not. With measure.enabled=dry none: the processes that would run are told. Then the rows of step_kernels.csv."""
+    that says why not. logs: folder for what vLLM prints. With measure.enabled=dry none: the processes that would run are told. Then the rows of step_kernels.csv."""
     measure, gpu = cfg.measure, hopper_gpu()
     for key, value, known in (
         ("enabled", [measure.enabled], ("auto", "dry", "no")),
@@ -266,7 +266,8 @@ def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None]) -> tup
             engine.write_model(Path(folder), config)
             run = engine_run(cfg, model, layout, variant, routing, node, folder)
             try:
-                answers = engine.measure(run, python, progress)
+                log = "-".join((name, layout_name.replace("/", ""), variant, routing))
+                answers = engine.measure(run, python, progress, logs / f"{log}.log")
             except RuntimeError as failure:
                 progress(str(failure))
                 rows.append(row | {"status": "not run", "reason": str(failure)})
@@ -305,7 +306,7 @@ def _rows_of(row: dict, answers: list[dict], token_bytes: int, dp: int) -> list[
 @application("throughput", ThroughputConfig)
 def main(cfg: ThroughputConfig, run: Run) -> None:
     rows = table(cfg)
-    measured, kernels = measured_rows(cfg, run.progress)
+    measured, kernels = measured_rows(cfg, run.progress, run.out / "logs")
     run.write_table("throughput.csv", rows + measured)
     nothing = {"source": "measured", "status": "not run", "reason": "No process of its own was measured in the whole pool."}
     run.write_table("step_kernels.csv", kernels or [dict.fromkeys(KERNEL_COLUMNS) | nothing])
