@@ -88,7 +88,7 @@ def test_generation_of_ragged_prompts_is_the_eager_models(case: str, options: di
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", TYPES)
 def test_fp8_generation_equals_teacher_forced_scoring(case: str, device: str) -> None:
-    model, ids = build(case).bfloat16().to(device), text(2, 60).to(device)
+    model, ids = build(case).bfloat16().to(device), text(4, 60).to(device)
     with hf.enable(model):
         found = model.generate(
             ids, max_new_tokens=20, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
@@ -101,7 +101,7 @@ def test_fp8_generation_equals_teacher_forced_scoring(case: str, device: str) ->
     torch.testing.assert_close(scored[:, 59:].float(), stepped.float(), atol=0.05, rtol=0.02)
     best = stepped.float().topk(2).values
     clear = best[..., 0] - best[..., 1] > 0.1  # elsewhere BF16 may turn the order
-    assert clear.float().mean() > 0.5
+    assert clear.sum() > 20
     assert torch.equal(scored[:, 59:].argmax(-1)[clear], generated[clear])
 
 
