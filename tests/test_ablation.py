@@ -357,7 +357,7 @@ class TestExperiment:
     @pytest.mark.parametrize(
         ("override", "sentence"),
         [
-            ("formats=[snapmla,int4]", "formats must be some of bf16, .*, got 'int4'"),
+            ("formats=[snapmla,int4]", "formats must be among bf16, .*, got 'int4'"),
             ("formats=[bf16]", r"formats must include snapmla, .*, got \['bf16'\]"),
             ("accumulation={layer: 2, shortest: 64}", "accumulation.layer must be from 0 to 1, got 2"),
         ],

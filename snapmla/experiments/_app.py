@@ -28,7 +28,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,6 +113,12 @@ class Run:
     def progress(self, message: str) -> None:
         """One line with the elapsed time on stderr."""
         print(f"[{self.experiment} {self.seconds:6.1f} s] {message}", file=sys.stderr, flush=True)
+
+
+def check_names(key: str, given: Collection[str], known: Collection[str]) -> None:
+    """Raises ValueError where a key's value names what there is not."""
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"{key} must be among {', '.join(known)}, got {unknown[0]!r}.")
 
 
 def application(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from snapmla import results
 from snapmla.experiments import _source
-from snapmla.experiments._app import BaseConfig, Run, application
+from snapmla.experiments._app import BaseConfig, Run, application, check_names
 from snapmla.experiments.accumulation import ACCUMULATION
 from snapmla.layout import KV_LORA_RANK
 from snapmla.metrics import relative_l2
@@ -116,12 +116,12 @@ def accumulation_errors(
 
 @application("ablation", AblationConfig)
 def main(cfg: AblationConfig, run: Run) -> None:
-    _check("formats", cfg.formats, ALTERNATIVES)
+    check_names("formats", cfg.formats, ALTERNATIVES)
     if SNAPMLA.name not in cfg.formats:
         raise ValueError(
             f"formats must include {SNAPMLA.name}, which the others are compared with, got {cfg.formats}."
         )
-    _check("accumulation.rules", cfg.accumulation.rules, RULES)
+    check_names("accumulation.rules", cfg.accumulation.rules, RULES)
     if not 0 < cfg.calibration <= 1:
         raise ValueError(f"calibration must be above 0 and at most 1, got {cfg.calibration}.")
     info = results.read_json(run.input("latents", "latents.json"))
@@ -162,11 +162,6 @@ def main(cfg: AblationConfig, run: Run) -> None:
                 run.progress(f"accumulation: {len(lengths)} contexts")
     run.write_table("ablation.csv", _source.measured_on(device, formats))
     run.write_table("accumulation.csv", _source.measured_on(device, accumulated))
-
-
-def _check(key: str, names: list[str], known: dict[str, object]) -> None:
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"{key} must be some of {', '.join(known)}, got {unknown[0]!r}.")
 
 
 if __name__ == "__main__":

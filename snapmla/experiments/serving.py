@@ -28,7 +28,7 @@ from torch import Tensor
 from snapmla.bench import engine, serving
 from snapmla.bench.machine import hopper_gpu
 from snapmla.experiments import _source
-from snapmla.experiments._app import BaseConfig, Run, application
+from snapmla.experiments._app import BaseConfig, Run, application, check_names
 from snapmla.experiments._source import SourceConfig
 from snapmla.probe import corpus
 
@@ -82,8 +82,7 @@ def measured_rows(
     """The rows of serving.csv. origin: gives the checkpoint's folder and the loaded source, where they are needed; logs: folder for
     what vLLM prints."""
     measure, gpu = cfg.measure, hopper_gpu()
-    if unknown := set(measure.backends) - set(ENGINES):
-        raise ValueError(f"measure.backends must be among {', '.join(ENGINES)}, got {min(unknown)!r}.")
+    check_names("measure.backends", measure.backends, ENGINES)
     if min(cfg.lengths) < 2:
         raise ValueError(f"lengths must be at least 2, got {min(cfg.lengths)}.")
     python = measure.python or sys.executable

@@ -33,7 +33,7 @@ from omegaconf import MISSING
 
 from snapmla.bench import engine
 from snapmla.bench.machine import hopper_gpu
-from snapmla.experiments._app import BaseConfig, Run, application
+from snapmla.experiments._app import BaseConfig, Run, application, check_names
 from snapmla.memory import DoesNotFit, MemoryBudget, cache_bytes_per_token, largest_batch
 from snapmla.models import MLAModel, ParallelLayout, get_model
 from snapmla.roofline import GPU, decode_roofline, get_gpu
@@ -232,14 +232,10 @@ def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None], logs: 
     """The rows that vLLM gives, one per model, layout, variant, pool and context; or one per model, layout and variant
     that says why not. logs: folder for what vLLM prints. With measure.enabled=dry none: the processes that would run are told. Then the rows of step_kernels.csv."""
     measure, gpu = cfg.measure, hopper_gpu()
-    for key, value, known in (
-        ("enabled", [measure.enabled], ("auto", "dry", "no")),
-        ("scope", [measure.scope], ("auto", "node", "rank")),
-        ("variants", measure.variants, tuple(engine.BACKENDS)),
-        ("routings", measure.routings, tuple(engine.ROUTINGS)),
-    ):
-        if unknown := set(value) - set(known):
-            raise ValueError(f"measure.{key} must be among {', '.join(known)}, got {min(unknown)!r}.")
+    check_names("measure.enabled", [measure.enabled], ("auto", "dry", "no"))
+    check_names("measure.scope", [measure.scope], ("auto", "node", "rank"))
+    check_names("measure.variants", measure.variants, engine.BACKENDS)
+    check_names("measure.routings", measure.routings, engine.ROUTINGS)
     if measure.enabled == "no":
         return [], []
     dry, python = measure.enabled == "dry", measure.python or sys.executable
