@@ -34,6 +34,8 @@ SCOPES = {
     "rank": f"one rank of the layout (its share of heads and experts, all layers), times the ranks; {COMMUNICATION}",
 }
 """What was measured, by the column `scope`."""
+POINT = ["model", "layout", "context", "variant"]
+"""What tells a bar from the others."""
 ROOM = 0.8
 """Width of a group of bars; the next one is 1 away."""
 
@@ -53,9 +55,6 @@ def measured(results: Results) -> tuple[Source, pd.DataFrame] | None:
     """What this run measured in vLLM, else what was recorded, in the whole pool: of a layout all GPUs, else one rank; else None."""
     tables = results.timed_tables("throughput", "throughput.csv", COLUMNS)
     return next(((label, of_nodes(kept)) for label, rows in tables if len(kept := whole_pool(rows))), None)
-
-
-POINT = ["model", "layout", "context", "variant"]
 
 
 def off(found: pd.DataFrame, rows: pd.DataFrame, point: list[str] = POINT) -> pd.Series:

@@ -157,10 +157,12 @@ class Results:
 
     def _recorded_source(self, path: Path) -> Source:
         own = path.with_suffix(".json")  # of the experiment that made this table, if not kernel_bench
-        provenance = self._run_json(own if own.is_file() else path.parent / "run.json").get("provenance", {})
-        date = str(provenance.get("date") or "date unknown")[:10]
-        commit = str(provenance.get("commit") or "unknown")[:7]
-        return Source("recorded", f"{path.parent.name.upper()}, {date}", f"commit {commit}")
+        first = self._run_json(own if own.is_file() else path.parent / "run.json")
+        of_runs = [run.get("provenance", {}) for run in (first, *first.get("more_runs", ()))]
+        dates = sorted({str(run.get("date") or "date unknown")[:10] for run in of_runs})
+        commits = list(dict.fromkeys(str(run.get("commit") or "unknown")[:7] for run in of_runs))
+        date = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        return Source("recorded", f"{path.parent.name.upper()}, {date}", f"commit {', '.join(commits)}")
 
     def _run(self, experiment: str, part: str) -> dict:
         return self._run_json(self.root / experiment / "run.json").get(part, {})

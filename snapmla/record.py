@@ -81,8 +81,9 @@ def record(sources: Sequence[Path], recorded: Path, *, add: bool = False) -> Pat
         found = {source: table for source in sources if (table := measured(source, file)) is not None}
         if found:
             tables[name] = pd.concat(found.values(), ignore_index=True)
-            first, *more = [results.read_json((source / file).with_name("run.json")) for source in found]
-            runs[run_file(name)] = first | ({"more_runs": more} if more else {})
+            runs[run_file(name)] = one_run(
+                [results.read_json((source / file).with_name("run.json")) for source in found]
+            )
     if not tables:
         raise ValueError(
             f"{', '.join(map(str, sources))} must hold rows measured on a Hopper GPU, got none."
@@ -94,7 +95,7 @@ def record(sources: Sequence[Path], recorded: Path, *, add: bool = False) -> Pat
     for name in POINTS if add else ():
         if name in tables and (folder / name).is_file():
             tables[name] = joined(results.read_csv(folder / name, POINTS[name]), tables[name], POINTS[name])
-            runs[run_file(name)] = _with_runs(results.read_json(folder / run_file(name)), runs[run_file(name)])
+            runs[run_file(name)] = one_run([results.read_json(folder / run_file(name)), runs[run_file(name)]])
     with results.atomic_path(folder) as partial:
         if folder.is_dir():
             shutil.copytree(folder, partial)
@@ -112,10 +113,11 @@ def record(sources: Sequence[Path], recorded: Path, *, add: bool = False) -> Pat
     return folder
 
 
-def _with_runs(first: dict, then: dict) -> dict:
-    """Of a table's run file, with another's runs behind its own."""
-    last = {name: value for name, value in then.items() if name != "more_runs"}
-    return first | {"more_runs": [*first.get("more_runs", []), last, *then.get("more_runs", [])]}
+def one_run(runs: Sequence[dict]) -> dict:
+    """The run file of a table that several runs have made: the first one, the others behind it in `more_runs`."""
+    alone = [one for run in runs for one in (run, *run.get("more_runs", ()))]
+    first, *more = [{key: part for key, part in one.items() if key != "more_runs"} for one in alone]
+    return first | ({"more_runs": more} if more else {})
 
 
 def run_file(table: str) -> str:
@@ -135,7 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--recorded", type=Path, default=None, help="default: the repository's results/recorded"
     )
-    parser.add_argument("--add", action="store_true", help="keep the recorded points of vLLM's tables that were not measured again")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the recorded points of vLLM's tables that were not measured again"
+    )
     given = parser.parse_args(argv)
     recorded = given.recorded or (results.REPOSITORY or Path.cwd()) / "results" / "recorded"
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import html
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -211,6 +212,12 @@ def test_recorded_rows_are_drawn_only_where_nothing_was_measured(tmp_path: Path)
     sources, plots = importlib.import_module("sources"), importlib.import_module("kernel_plots")
     data = plots.load(sources.Results(root, recorded.parent), "H20")
     assert data.source.short == "recorded H200, 1999-12-31" and data.gpu == "H200"
+    run = json.loads((recorded / "run.json").read_text())
+    later = {"provenance": {"date": "2000-01-02T00:00:00", "commit": "second-commit"}}
+    (recorded / "run.json").write_text(json.dumps(run | {"more_runs": [later, run, later]}))
+    of_all = plots.load(sources.Results(root, recorded.parent), "H20").source
+    assert of_all.short == "recorded H200, 1999-12-31 to 2000-01-02" and of_all.detail.endswith(", second-")
+    assert of_all.detail.count(",") == 1  # each commit once
     fake = Fake()
     fake.tables["kernel_bench", "kernel_bench.csv"] = timed(kernel_bench(), "measured", "NVIDIA H20", 0.1)
     fake.write(root)

@@ -207,12 +207,12 @@ class TestRows:
     def test_speculative_tokens_have_their_own_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[tuple[Path, Path]] = []
         monkeypatch.setattr(serving, "with_mtp", lambda folder, out, model, text: made.append((folder, out)) or out)
-        cfg = compose("serving", "prompts=5", "tokens=8", "measure.backends=[FLASHMLA]", "measure.speculative_tokens=[0,3]")
-        rows = experiment.measured_rows(cfg, self.origin, lambda message: None, Path())
-        assert [row["speculative_tokens"] for row in rows] == [0, 3]
-        (plain, _), (speculative, _) = self.runs
+        changes = "prompts=5", "tokens=8", "measure.backends=[FLASHMLA,FLASH_ATTN_MLA]", "measure.speculative_tokens=[0,3]"
+        rows = experiment.measured_rows(compose("serving", *changes), self.origin, lambda message: None, Path())
+        assert [row["speculative_tokens"] for row in rows] == [0, 3, 0, 3]
+        (plain, _), (speculative, _), _, (last, _) = self.runs
         assert (plain.model, plain.speculative_tokens) == ("folder", 0) and speculative.speculative_tokens == 3
-        assert made == [(Path("folder"), Path(speculative.model))]
+        assert made == [(Path("folder"), Path(speculative.model))] and last.model == speculative.model  # once for all
         assert speculative.max_model_len == plain.max_model_len + 3
 
     def test_a_backend_that_fails_leaves_the_others_theirs(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,9 @@ class TestRows:
             return generate(run, *rest)
 
         monkeypatch.setattr(serving, "generate", fails)
-        cfg = compose("serving", "prompts=5", "tokens=8", "measure.speculative_tokens=[0]")
-        rows = experiment.measured_rows(cfg, self.origin, lambda message: None, Path())
+        cfg, said = compose("serving", "prompts=5", "tokens=8", "measure.speculative_tokens=[0]"), []
+        rows = experiment.measured_rows(cfg, self.origin, said.append, Path())
+        assert said[1] == "vLLM ended with 1: no memory"  # at once
         assert [(row["backend"], row["status"], row["reason"]) for row in rows] == [
             ("CUSTOM", "not run", "vLLM ended with 1: no memory"), ("CUSTOM", "not run", "vLLM ended with 1: no memory"),
             ("FLASHMLA", "ok", None), ("FLASH_ATTN_MLA", "ok", None),

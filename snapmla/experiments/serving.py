@@ -86,45 +86,61 @@ def measured_rows(
     if min(cfg.lengths) < 2:
         raise ValueError(f"lengths must be at least 2, got {min(cfg.lengths)}.")
     python = measure.python or sys.executable
-    reason, rows = engine.why_not(python, gpu), []
-    if reason is None:
-        folder, model = origin()
-        prompts = prompts_of(model.tokens.cpu(), cfg.prompts, cfg.lengths, cfg.shared)
-        drafted = corpus.spread(model.tokens, *DRAFTED)
-    for backend, speculative in itertools.product(measure.backends, measure.speculative_tokens):
-        common = dict.fromkeys(COLUMNS) | {"backend": backend, "speculative_tokens": speculative, "source": "measured", "gpu": gpu}
-        why_not = reason
-        if why_not is None:
-            progress(f"{backend}, {speculative} speculative: starting vLLM")
-            with tempfile.TemporaryDirectory() as place:
-                run = serving.GenerateRun(
-                    model=str(serving.with_mtp(folder, Path(place), model.model, drafted) if speculative else folder),
-                    backend=backend,
-                    prompts=prompts,
-                    max_tokens=cfg.tokens,
-                    long_steps=cfg.long_steps,
-                    max_model_len=max(max(map(len, prompts)) + cfg.tokens, 64 + cfg.long_steps) + speculative + 1,
-                    max_num_batched_tokens=measure.max_num_batched_tokens,
-                    gpu_memory_utilization=measure.gpu_memory_utilization,
-                    compilation_config=measure.compilation_config,
-                    speculative_tokens=speculative,
-                )
-                try:
-                    answer = serving.generate(run, python, progress, logs / f"{backend}-{speculative}.log", measure.environment)
-                except RuntimeError as failure:
-                    why_not = str(failure)
-        if why_not:
-            rows += [common | {"against": against, "status": "not run", "reason": why_not} for against in ENGINES[backend]]
-            continue
-        told = ("cached_tokens", "kv_tokens", "early_bytes", "late_bytes", "tokens_per_step")
-        common |= {name: answer[name] for name in told}
-        common |= {"prompts": len(prompts), "long_steps": cfg.long_steps, "engine": f"vLLM {answer['vllm']}", "status": "ok"}
-        written = torch.tensor(answer["tokens"])
-        for against in ENGINES[backend]:
-            agrees = serving.likeliest(model.model, prompts, answer["tokens"], against) == written
-            row = common | {"against": against, "agreement": agrees.float().mean().item(), "n": agrees.numel()}
-            progress(f"{backend}, {speculative} speculative, against {against}: {row['agreement']:.2%} of {row['n']} tokens")
-            rows.append(row)
+    starts = [
+        dict.fromkeys(COLUMNS) | {"backend": backend, "speculative_tokens": speculative, "source": "measured", "gpu": gpu}
+        for backend, speculative in itertools.product(measure.backends, measure.speculative_tokens)
+    ]
+    if reason := engine.why_not(python, gpu):
+        return [row for start in starts for row in _not_run(start, reason)]
+    folder, model = origin()
+    prompts = prompts_of(model.tokens.cpu(), cfg.prompts, cfg.lengths, cfg.shared)
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        drafting = folder
+        if any(measure.speculative_tokens):
+            drafting = serving.with_mtp(folder, Path(place), model.model, corpus.spread(model.tokens, *DRAFTED))
+        for start in starts:
+            backend, speculative = start["backend"], start["speculative_tokens"]
+            name = f"{backend}, {speculative} speculative"
+            progress(f"{name}: starting vLLM")
+            run = serving.GenerateRun(
+                model=str(drafting if speculative else folder),
+                backend=backend,
+                prompts=prompts,
+                max_tokens=cfg.tokens,
+                long_steps=cfg.long_steps,
+                max_model_len=max(max(map(len, prompts)) + cfg.tokens, 64 + cfg.long_steps) + speculative + 1,
+                max_num_batched_tokens=measure.max_num_batched_tokens,
+                gpu_memory_utilization=measure.gpu_memory_utilization,
+                compilation_config=measure.compilation_config,
+                speculative_tokens=speculative,
+            )
+            try:
+                answer = serving.generate(run, python, progress, logs / f"{backend}-{speculative}.log", measure.environment)
+            except RuntimeError as failure:
+                progress(str(failure))
+                rows += _not_run(start, str(failure))
+                continue
+            own = _rows_of(start | {"long_steps": cfg.long_steps}, model.model, prompts, answer)
+            rows += own
+            for row in own:
+                progress(f"{name}, against {row['against']}: {row['agreement']:.2%} of {row['n']} tokens")
+    return rows
+
+
+def _not_run(row: dict, reason: str) -> list[dict]:
+    return [row | {"against": against, "status": "not run", "reason": reason} for against in ENGINES[row["backend"]]]
+
+
+def _rows_of(row: dict, model: Any, prompts: list[list[int]], answer: dict) -> list[dict]:
+    """What a backend answered, held against each cache of the Transformers integration."""
+    told = ("cached_tokens", "kv_tokens", "early_bytes", "late_bytes", "tokens_per_step")
+    row |= {name: answer[name] for name in told}
+    row |= {"prompts": len(prompts), "engine": f"vLLM {answer['vllm']}", "status": "ok"}
+    rows = []
+    for against in ENGINES[row["backend"]]:
+        agrees = serving.likeliest(model, prompts, answer["tokens"], against) == torch.tensor(answer["tokens"])
+        rows.append(row | {"against": against, "agreement": agrees.float().mean().item(), "n": agrees.numel()})
     return rows
 
 

@@ -229,8 +229,11 @@ def engine_run(
 
 
 def measured_rows(cfg: ThroughputConfig, progress: Callable[[str], None], logs: Path) -> tuple[list[dict], list[dict]]:
-    """The rows that vLLM gives, one per model, layout, variant, pool and context; or one per model, layout and variant
-    that says why not. logs: folder for what vLLM prints. With measure.enabled=dry none: the processes that would run are told. Then the rows of step_kernels.csv."""
+    """The rows that vLLM gives, one per model, layout, variant, pool and context; or one per model, layout and variant that says
+    why not. Then the rows of step_kernels.csv. With measure.enabled=dry none of either: the processes that would run are told.
+
+    logs: folder for what vLLM prints.
+    """
     measure, gpu = cfg.measure, hopper_gpu()
     check_names("measure.enabled", [measure.enabled], ("auto", "dry", "no"))
     check_names("measure.scope", [measure.scope], ("auto", "node", "rank"))
